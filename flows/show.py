@@ -1,0 +1,204 @@
+"""`grpoflow ls`, `status` and `show`: a run read from its folder, as tables for people or JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from storage import Run, StorageError, open_run
+from storage.checkpoints import checkpoints
+from storage.ledger import STAGES, StepView, list_runs
+
+_HEADLINE = ("critic/score/mean", "response_length/mean", "actor/kl_loss", "timing_s/step")
+
+
+def ls(root: Path, as_json: bool, console: Console) -> None:
+    """List the runs under a folder: state, steps, last score."""
+    runs = [_summary(run) for run in list_runs(root)]
+    if as_json:
+        console.out(json.dumps(runs))
+        return
+    if not runs:
+        console.print(f"no runs under {root}")
+        return
+    table = Table("run", "state", "steps", "score", "started", box=None)
+    for run in runs:
+        score = run["metrics"].get("critic/score/mean")
+        table.add_row(
+            run["path"],
+            run["state"],
+            str(run["last_step"]),
+            "" if score is None else f"{score:.3f}",
+            run["created_at"][:19].replace("T", " "),
+        )
+    console.print(table)
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    steps = run.finished_steps()
+    record = run.step(steps[-1]).record if steps else None
+    return {
+        "path": _short(run.root),
+        "run_id": run.run_id,
+        "state": run.state,
+        "created_at": run.identity["created_at"],
+        "last_step": steps[-1] if steps else 0,
+        "metrics": {name: record["metrics"][name] for name in _HEADLINE if name in record["metrics"]} if record else {},
+    }
+
+
+def status(path: Path, as_json: bool, console: Console) -> None:
+    """Say where a run stands: owner, last finished step, what of the open step is committed, checkpoints."""
+    run = open_run(path)
+    summary = _summary(run)
+    started = [index for index in run.steps() if index]
+    last = summary["last_step"]
+    open_step = started[-1] if started and started[-1] > last else None
+    summary["owner"] = run.owner()
+    summary["open_step"] = None if open_step is None else {"step": open_step, "committed": run.step(open_step).stages()}
+    summary["checkpoints"] = [checkpoint.step for checkpoint in checkpoints(run.root)]
+    summary["events"] = run.events()[-5:]
+    if as_json:
+        console.out(json.dumps(summary))
+        return
+    owner = summary["owner"]
+    console.print(f"[bold]{summary['run_id']}[/] in {summary['path']}: [bold]{summary['state']}[/]")
+    if owner:
+        console.print(f"written by process {owner['pid']} on {owner['host']} since {owner.get('since', '?')}")
+    console.print(f"finished steps: {last}; checkpoints: {', '.join(map(str, summary['checkpoints'])) or 'none'}")
+    if summary["open_step"]:
+        done = ", ".join(summary["open_step"]["committed"]) or "nothing yet"
+        console.print(f"step {open_step} is open; committed: {done}")
+    for event in summary["events"]:
+        rest = {name: value for name, value in event.items() if name not in ("event", "at")}
+        console.print(Text(f"{event['at'][:19]} {event['event']} {json.dumps(rest)}", style="dim"))
+
+
+def show(
+    path: Path, step: int | None, stage: str | None, sample: str | None, as_json: bool, limit: int, console: Console
+) -> None:
+    """Show a step, one of its artifacts, or one sample through all artifacts.
+
+    Raises:
+        StorageError: there is no such run, step, artifact or sample.
+    """
+    run = open_run(path)
+    steps = run.steps()
+    if not steps:
+        raise StorageError(f"{path} has no steps yet")
+    index = steps[-1] if step is None else step
+    if index not in steps:
+        raise StorageError(f"{path} has no step {index}; it has steps {steps[0]} to {steps[-1]}")
+    view = run.step(index)
+    if sample is not None:
+        _show_sample(view, sample, as_json, console)
+    elif stage is not None:
+        _show_stage(view, stage, as_json, limit, console)
+    else:
+        _show_step(view, as_json, console)
+
+
+def _show_step(view: StepView, as_json: bool, console: Console) -> None:
+    manifests = {stage: view.manifest(stage) for stage in STAGES}
+    present = {stage: manifest for stage, manifest in manifests.items() if manifest}
+    if as_json:
+        stages = {stage: manifest.model_dump(mode="json") for stage, manifest in present.items()}
+        console.out(json.dumps({"step": view.index, "record": view.record, "stages": stages}))
+        return
+    table = Table("artifact", "attempt", title=f"step {view.index}", box=None, title_justify="left")
+    for name in ("rows", "tokens", "bytes", "seconds"):
+        table.add_column(name, justify="right")
+    table.add_column("digest")
+    training = [stage for stage in STAGES if not stage.startswith("val_")] if view.index else []
+    for stage in [stage for stage in STAGES if stage in present or stage in training]:
+        manifest = present.get(stage)
+        if manifest is None:
+            table.add_row(stage, Text("missing", style="dim"))
+            continue
+        tokens = manifest.shapes.get("tokens")
+        table.add_row(
+            stage,
+            str(manifest.attempt),
+            f"{manifest.rows:,}",
+            "" if tokens is None else f"{tokens:,}",
+            f"{manifest.bytes:,}",
+            f"{manifest.seconds:.3f}",
+            manifest.digest[:12],
+        )
+    console.print(table)
+    record = view.record
+    if record is None:
+        console.print("the step as a whole is not finished" if view.index else "before training")
+        return
+    for name, value in sorted(record["metrics"].items()):
+        console.print(Text(f"{name:<48} {value if value is None else format(value, '.6g')}"))
+
+
+def _show_stage(view: StepView, stage: str, as_json: bool, limit: int, console: Console) -> None:
+    try:
+        rows = view.table(stage)
+    except (FileNotFoundError, ValueError) as error:
+        raise StorageError(str(error)) from error
+    shown = rows.slice(0, limit)
+    if as_json:
+        console.out(json.dumps(shown.to_pylist(), default=str))
+        return
+    table = Table(title=f"step {view.index}, {stage}: {rows.num_rows} rows", title_justify="left", box=None)
+    for column in shown.schema.names:
+        table.add_column(column, overflow="ellipsis", max_width=32, no_wrap=True)
+    for row in shown.to_pylist():
+        table.add_row(*[Text(_cell(value)) for value in row.values()])
+    console.print(table)
+    if rows.num_rows > limit:
+        console.print(f"… {rows.num_rows - limit} more rows; --limit shows more, --json gives whole values")
+
+
+def _show_sample(view: StepView, sample: str, as_json: bool, console: Console) -> None:
+    """One sample joined over all artifacts by its id; an artifact that is not there is said to be missing."""
+    found: dict[str, Any] = {}
+    group = sample.rsplit("-", 1)[0]
+    for stage in [stage for stage in STAGES if stage != "updates"]:
+        if not view.attempts(stage):
+            if not stage.startswith("val_") and view.index:
+                found[stage] = None
+            continue
+        key, value = ("group_id", group) if stage.endswith("prompts") else ("sample_id", sample)
+        table = view.table(stage)
+        rows = table.filter(pc.equal(table[key], pa.scalar(value, pa.large_string()))).to_pylist()
+        if rows:
+            found[stage] = rows[0]
+    if not any(found.values()):
+        raise StorageError(f"step {view.index} has no sample {sample!r}; `show --stage rollouts` lists them")
+    if as_json:
+        console.out(json.dumps(found, default=str))
+        return
+    for stage, row in found.items():
+        console.print(Text(stage, style="bold") if row else Text(f"{stage}: missing", style="bold yellow"))
+        for name, value in (row or {}).items():
+            console.print(Text(f"  {name:<20} {_cell(value, 400)}"))
+
+
+def _cell(value: Any, width: int = 80) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        parts = [_cell(item) for item in value[:64]]
+        text = f"[{' '.join(parts)}]" if len(value) <= 64 else f"[{' '.join(parts)} … {len(value)}]"
+    else:
+        text = str(value).replace("\n", "⏎")
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _short(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

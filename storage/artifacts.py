@@ -1,0 +1,296 @@
+"""Artifacts: Arrow tables in a folder, committed by a manifest that is written last and never rewritten."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from storage.durable import StorageError, all_or_nothing, sha256_file, sha256_json, sync_folder, write_json
+from storage.schema import FORMAT_VERSION, schema_of
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A reference to a committed table: what stages and Prefect tasks hand to each other.
+
+    Attributes:
+        stage: the artifact's name, such as `rollouts`.
+        folder: absolute path of its folder.
+        digest: SHA-256 of its content: schema and parts, not who wrote it when.
+        rows: number of rows.
+        bytes: size of its parts.
+    """
+
+    stage: str
+    folder: Path
+    digest: str
+    rows: int
+    bytes: int
+
+
+class Part(BaseModel):
+    """One Arrow file of an artifact; one per writing rank."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^part-\d{5}\.arrow$")
+    rows: int = Field(ge=0)
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Manifest(BaseModel):
+    """What made an artifact, and how to check it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format_version: int
+    schema_id: str
+    run_id: str
+    lineage: int
+    step: int
+    stage: str
+    attempt: int
+    key: str
+    """Digest of all that decides the content: inputs, config keys read, policy version, code."""
+    rows: int
+    bytes: int
+    digest: str
+    parts: tuple[Part, ...]
+    parents: dict[str, str]
+    """Digest of each input artifact, by name."""
+    policy_version: int
+    code_digest: str
+    config_digest: str
+    host: str
+    pid: int
+    started_at: datetime
+    committed_at: datetime
+    seconds: float
+    metrics: dict[str, float | None]
+    """Numbers of this stage under their tracking names; null: not finite."""
+    shapes: dict[str, int]
+    """Rows, tokens and bytes of this stage."""
+    notes: dict[str, Any]
+    """What a reader of the columns must know, such as the temperature of log-probs."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Who makes an artifact and from what: the part of the manifest that its writer does not measure."""
+
+    run_id: str
+    lineage: int
+    step: int
+    attempt: int
+    key: str
+    policy_version: int
+    code_digest: str
+    config_digest: str
+    started_at: datetime
+    parents: Mapping[str, str] = field(default_factory=dict)
+
+
+def write_part(folder: Path, rank: int, table: pa.Table, compression: str = "none") -> Part:
+    """Write one rank's rows as an Arrow file and sync it.
+
+    The table's schema must be the artifact's own; build_table makes such tables.
+    """
+    name = f"part-{rank:05d}.arrow"
+    path = folder / name
+    options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
+    with pa.OSFile(str(path), "wb") as sink:
+        with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+            writer.write_table(table)
+        sink.flush()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    part = Part(name=name, rows=table.num_rows, bytes=path.stat().st_size, sha256=sha256_file(path))
+    _trust(path, part.sha256)
+    return part
+
+
+def commit(
+    folder: Path,
+    stage: str,
+    tables: Sequence[pa.Table],
+    made_by: Provenance,
+    *,
+    metrics: Mapping[str, float | None] | None = None,
+    shapes: Mapping[str, int] | None = None,
+    notes: Mapping[str, Any] | None = None,
+    compression: str = "none",
+) -> Artifact:
+    """Write tables as the parts of a new artifact and commit it; on failure the folder is gone again.
+
+    Raises:
+        FileExistsError: the folder exists.
+        StorageError: the disk is full.
+        ValueError: a table's schema is not the artifact's.
+    """
+    for table in tables:
+        if not table.schema.equals(schema_of(stage)):
+            raise ValueError(f"artifact {stage}: the table's schema is not the artifact's; use build_table")
+    with all_or_nothing(folder, f"artifact {stage} of step {made_by.step}"):
+        parts = [write_part(folder, rank, table, compression) for rank, table in enumerate(tables)]
+        return commit_parts(folder, stage, parts, made_by, metrics=metrics, shapes=shapes, notes=notes)
+
+
+def commit_parts(
+    folder: Path,
+    stage: str,
+    parts: Sequence[Part],
+    made_by: Provenance,
+    *,
+    metrics: Mapping[str, float | None] | None = None,
+    shapes: Mapping[str, int] | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> Artifact:
+    """Write the manifest over parts that lie in `folder`: the moment from which the artifact exists."""
+    now = datetime.now(UTC)
+    rows, size = sum(part.rows for part in parts), sum(part.bytes for part in parts)
+    schema_id = schema_of(stage).metadata[b"grpoflow.schema"].decode()
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        schema_id=schema_id,
+        run_id=made_by.run_id,
+        lineage=made_by.lineage,
+        step=made_by.step,
+        stage=stage,
+        attempt=made_by.attempt,
+        key=made_by.key,
+        rows=rows,
+        bytes=size,
+        digest=_content_digest(schema_id, parts),
+        parts=tuple(parts),
+        parents=dict(made_by.parents),
+        policy_version=made_by.policy_version,
+        code_digest=made_by.code_digest,
+        config_digest=made_by.config_digest,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started_at=made_by.started_at,
+        committed_at=now,
+        seconds=(now - made_by.started_at).total_seconds(),
+        metrics=dict(metrics or {}),
+        shapes={"rows": rows, "bytes": size, **(shapes or {})},
+        notes=dict(notes or {}),
+    )
+    write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
+    sync_folder(folder.parent)
+    return reference(folder, manifest)
+
+
+def reference(folder: Path, manifest: Manifest) -> Artifact:
+    """The reference to a committed artifact."""
+    return Artifact(manifest.stage, folder, manifest.digest, manifest.rows, manifest.bytes)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and validate a manifest.
+
+    Raises:
+        FileNotFoundError: nothing is committed here.
+        StorageError: the manifest is damaged or of a newer format.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise StorageError(f"{path} is no valid manifest: {error.errors()[0]['msg']}") from error
+    if manifest.format_version > FORMAT_VERSION:
+        raise StorageError(
+            f"{path} has format {manifest.format_version}, newer than this version's {FORMAT_VERSION}. Upgrade grpoflow."
+        )
+    if manifest.digest != _content_digest(manifest.schema_id, manifest.parts):
+        raise StorageError(f"{path} contradicts itself: its digest is not that of its parts")
+    return manifest
+
+
+def check_parts(folder: Path, manifest: Manifest) -> None:
+    """Compare size and SHA-256 of every part with the manifest.
+
+    A file that this process wrote or checked before, and that has not changed since, is not read again.
+
+    Raises:
+        StorageError: a part is missing, cut or changed.
+    """
+    for part in manifest.parts:
+        path = folder / part.name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise StorageError(f"{path} is missing though {MANIFEST} names it") from None
+        if size != part.bytes:
+            raise StorageError(f"{path} has {size} bytes but was committed with {part.bytes}")
+        if _trusted.get(str(path)) != (*_stamp(path), part.sha256):
+            if sha256_file(path) != part.sha256:
+                raise StorageError(f"{path} has changed since it was committed: its SHA-256 is not the manifest's")
+            _trust(path, part.sha256)
+
+
+def read_table(artifact: Artifact | Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a committed artifact through a memory map, after checking it.
+
+    Args:
+        artifact: reference or folder.
+        columns: names of the columns wanted; None: all.
+
+    Raises:
+        FileNotFoundError: nothing is committed here.
+        StorageError: it is damaged, or is not what the reference names.
+    """
+    folder = artifact.folder if isinstance(artifact, Artifact) else artifact
+    manifest = read_manifest(folder)
+    if isinstance(artifact, Artifact) and manifest.digest != artifact.digest:
+        raise StorageError(f"{folder} holds {manifest.digest[:12]}, not the {artifact.digest[:12]} that is asked for")
+    check_parts(folder, manifest)
+    tables = [_map(folder / part.name, columns) for part in manifest.parts]
+    table = pa.concat_tables(tables) if tables else schema_of(manifest.stage).empty_table()
+    if table.num_rows != manifest.rows:
+        raise StorageError(f"{folder} reads as {table.num_rows} rows but was committed with {manifest.rows}")
+    return table
+
+
+def _map(path: Path, columns: Sequence[str] | None) -> pa.Table:
+    try:
+        with pa.ipc.open_file(pa.memory_map(str(path), "r")) as reader:
+            table = reader.read_all()
+        return table if columns is None else table.select(list(columns))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise StorageError(f"{path} is no readable Arrow file: {error}") from error
+
+
+def _content_digest(schema_id: str, parts: Sequence[Part]) -> str:
+    return sha256_json([schema_id, [[part.rows, part.sha256] for part in parts]])
+
+
+# Files this process wrote or checked: path -> (size, mtime, inode, sha256). Bounded, so that memory stays flat in the
+# number of steps.
+_trusted: OrderedDict[str, tuple[int, int, int, str]] = OrderedDict()
+_TRUST_LIMIT = 512
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _trust(path: Path, sha256: str) -> None:
+    _trusted[str(path)] = (*_stamp(path), sha256)
+    while len(_trusted) > _TRUST_LIMIT:
+        _trusted.popitem(last=False)

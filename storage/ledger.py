@@ -1,0 +1,341 @@
+"""A run's folder: its identity, its steps and their artifacts, its events, and the lock of its one writer.
+
+    run.json  config.yaml  plan.json  ledger.jsonl  lock
+    steps/000042/rollouts/0001/{part-00000.arrow, manifest.json}      step, artifact, attempt
+    steps/000042/step.json                                            the step as a whole: metrics, digests
+    checkpoints/000040/                                               see storage/checkpoints.py
+
+Nothing committed is rewritten: an artifact made again is a new attempt beside the old one. Step 0 holds what happens
+before the first step.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+from uuid import uuid4
+
+import pyarrow as pa
+
+from storage.artifacts import (
+    MANIFEST,
+    Artifact,
+    Manifest,
+    Provenance,
+    check_parts,
+    commit,
+    read_manifest,
+    read_table,
+    reference,
+)
+from storage.durable import StorageError, append_json_line, read_json_lines, write_json
+from storage.schema import FORMAT_VERSION, KIND, SCHEMAS
+
+STAGES = (*SCHEMAS, *KIND)
+"""Names of all artifacts a step can have, in the order in which they are made."""
+
+_RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+=@-]*$")
+
+
+class RunLocked(StorageError):
+    """Another live process writes to this run."""
+
+
+class StepView:
+    """One step of a run, for reading."""
+
+    def __init__(self, run: Run, index: int) -> None:
+        self.run = run
+        self.index = index
+        self.folder = run.root / "steps" / f"{index:06d}"
+
+    def attempts(self, stage: str) -> list[Path]:
+        """Folders of an artifact's committed attempts, oldest first."""
+        folders = (self.folder / stage).glob("[0-9]*")
+        return sorted(folder for folder in folders if (folder / MANIFEST).is_file())
+
+    def manifest(self, stage: str) -> Manifest | None:
+        """Manifest of the newest attempt; None when nothing is committed."""
+        attempts = self.attempts(stage)
+        return read_manifest(attempts[-1]) if attempts else None
+
+    def artifact(self, stage: str) -> Artifact | None:
+        """Reference to the newest attempt; None when nothing is committed."""
+        attempts = self.attempts(stage)
+        return reference(attempts[-1], read_manifest(attempts[-1])) if attempts else None
+
+    def table(self, stage: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """The newest attempt's rows.
+
+        Raises:
+            FileNotFoundError: this step has no such artifact.
+        """
+        artifact = self.artifact(stage)
+        if artifact is None:
+            have = ", ".join(self.stages()) or "none"
+            raise FileNotFoundError(f"step {self.index} of {self.run.root} has no {stage}; it has: {have}")
+        return read_table(artifact, columns)
+
+    def stages(self) -> list[str]:
+        """Names of the artifacts that this step has."""
+        return [stage for stage in STAGES if self.attempts(stage)]
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The step as a whole: metrics and digests; None when the step is not finished."""
+        path = self.folder / "step.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
+
+class Run:
+    """A run's folder, for reading. `open_run` makes one."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What never changes about a run: id, name, format, creation time."""
+        try:
+            identity = json.loads((self.root / "run.json").read_text())
+        except FileNotFoundError:
+            raise StorageError(f"{self.root} is no run: it has no run.json") from None
+        except ValueError as error:
+            raise StorageError(f"{self.root / 'run.json'} is damaged: {error}") from error
+        if identity["format_version"] > FORMAT_VERSION:
+            raise StorageError(f"{self.root} was written by a newer version of grpoflow; upgrade to read it")
+        return identity
+
+    @property
+    def run_id(self) -> str:
+        """Unique id."""
+        return self.identity["run_id"]
+
+    def step(self, index: int) -> StepView:
+        """A step by its number; it need not exist."""
+        return StepView(self, index)
+
+    def steps(self) -> list[int]:
+        """Numbers of the steps that have a folder, step 0 included."""
+        return sorted(int(path.name) for path in (self.root / "steps").glob("[0-9]*"))
+
+    def finished_steps(self) -> list[int]:
+        """Numbers of the finished training steps."""
+        return [
+            index for index in self.steps() if index and (self.root / "steps" / f"{index:06d}" / "step.json").is_file()
+        ]
+
+    def events(self) -> list[dict[str, Any]]:
+        """The ledger: what happened to this run, oldest first."""
+        return read_json_lines(self.root / "ledger.jsonl")
+
+    @property
+    def state(self) -> str:
+        """`running`, `finished`, `failed`, `killed`, or `crashed` when its process is gone without a word."""
+        if self.owner() is not None:
+            return "running"
+        closed = [event["state"] for event in self.events() if event["event"] in ("opened", "closed")]
+        last = closed[-1] if closed else "created"
+        return "crashed" if last == "running" else last
+
+    def owner(self) -> dict[str, Any] | None:
+        """The live process that writes to this run; None when there is none."""
+        path = self.root / "lock"
+        if not path.exists():
+            return None
+        with path.open("r") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                try:
+                    return json.loads(file.read())
+                except ValueError:
+                    return {"host": "unknown", "pid": 0}
+        return None
+
+
+class RunWriter(Run):
+    """A run's folder in the hands of its one writer. Use it as a context manager: leaving it gives the lock back."""
+
+    lineage = 1
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._lock_file = _take_lock(self.root)
+        self.code_digest = ""
+        self.config_digest = ""
+        self.compression = "none"
+        self._drop_uncommitted()
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> Self:
+        """Make a new run's folder and take its lock.
+
+        Raises:
+            FileExistsError: the folder exists.
+            ValueError: the name cannot be a folder's.
+        """
+        if not _RUN_NAME.match(name):
+            raise ValueError(
+                f"{name!r} cannot name a run: use letters, digits and . _ - + = @, and start with a letter or digit"
+            )
+        root.mkdir(parents=True)
+        identity = {
+            "run_id": f"{name}-{uuid4().hex[:8]}",
+            "name": name,
+            "format_version": FORMAT_VERSION,
+            "created_at": _now(),
+        }
+        write_json(root / "run.json", identity)
+        return cls(root)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock_file.close()
+
+    def append(self, event: str, **values: Any) -> None:
+        """Add an event to the ledger."""
+        append_json_line(self.root / "ledger.jsonl", {"event": event, "at": _now(), **values})
+
+    def write_document(self, name: str, text: str) -> None:
+        """Keep a text with the run, such as its resolved configuration."""
+        aside = self.root / f".{name}.aside"
+        aside.write_text(text, encoding="utf-8")
+        aside.rename(self.root / name)
+
+    def find(self, step: int, stage: str, key: str) -> Artifact | None:
+        """The newest attempt of an artifact that was made from exactly this (its key) and is intact on disk."""
+        for folder in reversed(self.step(step).attempts(stage)):
+            try:
+                manifest = read_manifest(folder)
+                if manifest.key == key:
+                    check_parts(folder, manifest)
+                    return reference(folder, manifest)
+            except StorageError as error:
+                self.append("damaged", step=step, stage=stage, attempt=folder.name, reason=str(error))
+        return None
+
+    def commit(
+        self,
+        step: int,
+        stage: str,
+        table: pa.Table,
+        *,
+        key: str,
+        policy_version: int,
+        started_at: datetime,
+        parents: Sequence[Artifact] = (),
+        metrics: Mapping[str, float | None] | None = None,
+        shapes: Mapping[str, int] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Artifact:
+        """Commit a table as the next attempt of a step's artifact."""
+        folder = self.step(step).folder / stage
+        attempt = 1 + max((int(path.name) for path in folder.glob("[0-9]*")), default=0)
+        made_by = Provenance(
+            run_id=self.run_id,
+            lineage=self.lineage,
+            step=step,
+            attempt=attempt,
+            key=key,
+            policy_version=policy_version,
+            code_digest=self.code_digest,
+            config_digest=self.config_digest,
+            started_at=started_at,
+            parents={parent.stage: parent.digest for parent in parents},
+        )
+        return commit(
+            folder / f"{attempt:04d}",
+            stage,
+            [table],
+            made_by,
+            metrics=metrics,
+            shapes=shapes,
+            notes=notes,
+            compression=self.compression,
+        )
+
+    def finish_step(self, step: int, record: Mapping[str, Any]) -> None:
+        """Write down a step as a whole; from now on it counts as finished."""
+        self.step(step).folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.step(step).folder / "step.json", {"step": step, "finished_at": _now(), **record})
+
+    def quarantine(self, step: int, stage: str, table: pa.Table, reason: str) -> Path:
+        """Keep a table that was refused, for inspection, where no reader of the run looks."""
+        folder = self.root / "quarantine" / f"{step:06d}-{stage}-{uuid4().hex[:6]}"
+        folder.mkdir(parents=True)
+        with pa.OSFile(str(folder / "refused.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        write_json(folder / "reason.json", {"step": step, "stage": stage, "reason": reason, "at": _now()})
+        return folder
+
+    def _drop_uncommitted(self) -> None:
+        """Remove what a dead writer left half-done: attempts without a manifest and files written aside."""
+        for folder in (self.root / "steps").glob("*/*/[0-9]*"):
+            if not (folder / MANIFEST).is_file():
+                shutil.rmtree(folder)
+        for path in [
+            *self.root.glob(".*.aside"),
+            *self.root.glob("steps/*/.*.aside"),
+            *self.root.glob("steps/*/*/*/.*.aside"),
+        ]:
+            path.unlink()
+
+
+def open_run(path: str | Path) -> Run:
+    """Open a run's folder for reading.
+
+    Raises:
+        StorageError: there is no run at this path, or it is of a newer format.
+    """
+    run = Run(Path(path))
+    _ = run.identity
+    return run
+
+
+def list_runs(root: Path) -> Iterator[Run]:
+    """All runs under a folder, by path."""
+    for path in sorted(root.rglob("run.json")):
+        yield Run(path.parent)
+
+
+def _take_lock(root: Path) -> Any:
+    """Hold the run's lock until the returned file is closed or this process ends, however it ends.
+
+    The kernel gives the lock back when its holder dies, so a dead owner holds nothing.
+
+    Raises:
+        RunLocked: a live process holds it.
+    """
+    file = (root / "lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        text = file.read()
+        file.close()
+        owner = json.loads(text) if text.startswith("{") else {}
+        raise RunLocked(
+            f"{root} is being written by process {owner.get('pid', '?')} on {owner.get('host', '?')} since "
+            f"{owner.get('since', '?')}. Wait for it, stop it, or start a new run with another trainer.experiment_name "
+            "or trainer.resume_mode=disable."
+        ) from None
+    file.truncate(0)
+    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": _now()}))
+    file.flush()
+    return file
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,164 @@
+"""Stage `generate`: n responses to every prompt, sampled by the rollout engine from a named policy version."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from storage import Artifact, Ragged, read_table
+from tasks.config import RunConfig
+from tasks.seeds import sample_seed
+from tasks.stage import StageError, Step, spread
+
+if TYPE_CHECKING:
+    from tasks.engines.protocol import Responses, RolloutEngine, Sampling
+
+
+
+class Tokenizer(Protocol):
+    """What this stage needs of a tokenizer."""
+
+    def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        """Texts of rows of token ids."""
+
+
+READS = ("actor_rollout_ref.rollout", "actor_rollout_ref.model", "data.max_response_length", "trainer.seed")
+CODE = ("tasks.generate", "tasks.seeds", "tasks.engines")
+
+
+def generate(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer) -> Artifact:
+    """Commit `rollouts`: `rollout.n` responses to each prompt.
+
+    Raises:
+        StageError: the engine holds another policy than this step samples from, or every group holds n equal responses.
+    """
+    stage = step.open("rollouts", reads=READS, code=CODE, parents=[prompts])
+    if done := stage.committed():
+        return done
+    rollout = step.cfg.actor_rollout_ref.rollout
+    columns, responses = _sample(step, prompts, engine, training_sampling(step.cfg), rollout.n, stage.policy_version)
+    columns["response_text"] = _decode(tokenizer, responses.response_ids)
+    metrics = _response_metrics(columns, responses, prompts, step.cfg)
+    if metrics.get("rollout/duplicate_share") == 1.0 and rollout.do_sample and rollout.temperature > 0:
+        raise StageError(
+            f"step {step.index}: all {rollout.n} responses of every group are the same although "
+            f"actor_rollout_ref.rollout.temperature is {rollout.temperature}. A step on them teaches nothing. The policy "
+            "has collapsed, or the engine ignores its seeds: look at `grpoflow show`, go back to an earlier checkpoint, "
+            "or raise the temperature."
+        )
+    return stage.commit(columns, metrics=metrics, shapes=_shapes(responses), notes=_notes(responses, engine))
+
+
+def generate_validation(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer) -> Artifact:
+    """Commit `val_rollouts`: `val_kwargs.n` responses to each validation prompt, by the policy after this step."""
+    stage = step.open("val_rollouts", reads=READS, code=CODE, parents=[prompts], policy_version=step.index)
+    if done := stage.committed():
+        return done
+    n = step.cfg.actor_rollout_ref.rollout.val_kwargs.n
+    columns, responses = _sample(step, prompts, engine, validation_sampling(step.cfg), n, stage.policy_version)
+    columns["response_text"] = _decode(tokenizer, responses.response_ids)
+    return stage.commit(columns, shapes=_shapes(responses), notes=_notes(responses, engine))
+
+
+def training_sampling(cfg: RunConfig) -> Sampling:
+    """How training responses are sampled."""
+    from tasks.engines.protocol import Sampling
+
+    rollout = cfg.actor_rollout_ref.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        greedy=not rollout.do_sample or rollout.temperature == 0,
+        max_tokens=cfg.response_length,
+        max_model_len=rollout.max_model_len,
+        stop=rollout.stop,
+        ignore_eos=rollout.ignore_eos,
+        log_probs=rollout.calculate_log_probs,
+    )
+
+
+def validation_sampling(cfg: RunConfig) -> Sampling:
+    """How validation responses are sampled: `val_kwargs` over the training settings."""
+    wanted = cfg.actor_rollout_ref.rollout.val_kwargs
+    return replace(
+        training_sampling(cfg),
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        greedy=not wanted.do_sample or wanted.temperature == 0,
+        log_probs=False,
+    )
+
+
+def _sample(
+    step: Step, prompts: Artifact, engine: RolloutEngine, sampling: Sampling, n: int, version: int
+) -> tuple[dict[str, object], Responses]:
+    if engine.policy_version != version:
+        raise StageError(f"step {step.index} samples from policy {version} but the engine holds {engine.policy_version}")
+    table = read_table(prompts, ["group_id", "prompt_index", "prompt_ids"])
+    group = np.repeat(np.arange(table.num_rows), n)
+    sample = np.tile(np.arange(n), table.num_rows)
+    index = table["prompt_index"].to_numpy()
+    seeds = [
+        sample_seed(step.cfg.trainer.seed, step.index, int(index[g]), int(g), int(i))
+        for g, i in zip(group, sample, strict=True)
+    ]
+    responses = engine.generate(
+        Ragged.from_arrow(table["prompt_ids"]), group, np.asarray(seeds, dtype=np.int64), sampling
+    )
+    group_ids = table["group_id"].take(pa.array(group))
+    columns: dict[str, object] = {
+        "sample_id": [f"{name}-{i:03d}" for name, i in zip(group_ids.to_pylist(), sample, strict=True)],
+        "group_id": group_ids,
+        "sample_index": sample.astype(np.int32),
+        "response_ids": responses.response_ids,
+        "rollout_log_probs": responses.log_probs if responses.log_probs is not None else [None] * len(group),
+        "finish_reason": responses.finish_reason,
+        "seed": np.asarray(seeds, dtype=np.int64),
+        "policy_version": np.full(len(group), version, dtype=np.int64),
+    }
+    return columns, responses
+
+
+def _decode(tokenizer: Tokenizer, response_ids: Ragged) -> list[str]:
+    return tokenizer.batch_decode([row.tolist() for row in response_ids], skip_special_tokens=True)
+
+
+def _response_metrics(
+    columns: dict[str, object], responses: Responses, prompts: Artifact, cfg: RunConfig
+) -> dict[str, float]:
+    """Lengths under verl's names, the share of responses cut by length or empty, and duplicates within groups."""
+    lengths = responses.response_ids.lengths
+    prompt_lengths = Ragged.from_arrow(read_table(prompts, ["prompt_ids"])["prompt_ids"]).lengths
+    cut = np.asarray([reason == "length" for reason in responses.finish_reason])
+    return {
+        **spread("response_length", lengths),
+        "response_length/clip_ratio": float(cut.mean()),
+        **spread("prompt_length", prompt_lengths),
+        "prompt_length/clip_ratio": float((prompt_lengths >= cfg.prompt_length).mean()),
+        "response/aborted_ratio": float((lengths == 0).mean()),
+        "rollout/duplicate_share": _duplicate_share(responses.response_ids, cfg.actor_rollout_ref.rollout.n),
+    }
+
+
+def _duplicate_share(response_ids: Ragged, n: int) -> float:
+    """Share of responses beyond the first that repeat an earlier one of their group; 0 for groups of one."""
+    if n == 1 or not len(response_ids):
+        return 0.0
+    rows = [row.tobytes() for row in response_ids]
+    distinct = sum(len(set(rows[start : start + n])) for start in range(0, len(rows), n))
+    groups = len(rows) // n
+    return (len(rows) - distinct) / (len(rows) - groups)
+
+
+def _shapes(responses: Responses) -> dict[str, int]:
+    lengths = responses.response_ids.lengths
+    return {"tokens": int(lengths.sum()), "longest": int(lengths.max(initial=0))}
+
+
+def _notes(responses: Responses, engine: RolloutEngine) -> dict[str, object]:
+    return {**responses.notes, "policy_digest": engine.policy_digest}

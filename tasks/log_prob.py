@@ -1,0 +1,154 @@
+"""Stages `old_log_prob` and `ref_log_prob`: log-probs of the sampled tokens, recomputed by the policy worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from storage import Artifact, Ragged, read_table
+from tasks.config import RunConfig
+from tasks.stage import StageError, Step, spread
+
+if TYPE_CHECKING:
+    from tasks.workers.policy import PolicyWorker
+    from tasks.workers.sequences import MicroBatching, Sequences
+
+READS = (
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.actor.use_prefix_grouper",
+    "actor_rollout_ref.actor.fsdp_config",
+    "actor_rollout_ref.rollout.temperature",
+    "actor_rollout_ref.rollout.do_sample",
+)
+CODE = ("tasks.log_prob", "tasks.workers")
+
+
+def old_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, worker: PolicyWorker) -> Artifact:
+    """Commit `old_log_probs`: the ratio's denominator, and how far the sampler's own log-probs are from it.
+
+    Raises:
+        StageError: the worker holds another policy than the one the rollouts were sampled from.
+        NonFiniteError: a log-prob is NaN or infinite.
+    """
+    stage = step.open("old_log_probs", reads=READS, code=CODE, parents=[prompts, rollouts])
+    if done := stage.committed():
+        return done
+    if worker.policy_version != stage.policy_version:
+        raise StageError(
+            f"step {step.index} needs log-probs of policy {stage.policy_version}, not {worker.policy_version}"
+        )
+    sequences, table = read_sequences(prompts, rollouts)
+    result = worker.log_probs(sequences, old_micro_batching(step.cfg), temperature=temperature(step.cfg))
+    return stage.commit(
+        {**_ids(table), "old_log_probs": result.log_probs, "entropy": result.entropy},
+        metrics={**_entropy(result.entropy), **sampler_gap(table, result.log_probs)},
+        shapes={"tokens": int(sequences.lengths().sum()), "micro_batches": result.micro_batches},
+    )
+
+
+def ref_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, worker: PolicyWorker) -> Artifact:
+    """Commit `ref_log_probs`: the same tokens under the frozen reference policy.
+
+    Raises:
+        NonFiniteError: a log-prob is NaN or infinite.
+    """
+    stage = step.open("ref_log_probs", reads=READS, code=CODE, parents=[prompts, rollouts], policy_version=0)
+    if done := stage.committed():
+        return done
+    sequences, table = read_sequences(prompts, rollouts)
+    micro = ref_micro_batching(step.cfg)
+    result = worker.log_probs(sequences, micro, temperature=temperature(step.cfg), reference=True)
+    return stage.commit(
+        {**_ids(table), "ref_log_probs": result.log_probs},
+        shapes={"tokens": int(sequences.lengths().sum()), "micro_batches": result.micro_batches},
+    )
+
+
+def read_sequences(prompts: Artifact, rollouts: Artifact) -> tuple[Sequences, pa.Table]:
+    """Prompts and responses as the worker takes them, and the rollouts' table; joined on `group_id`."""
+    from tasks.workers.sequences import Sequences
+
+    groups = read_table(prompts, ["group_id", "prompt_ids"])
+    table = read_table(rollouts, ["sample_id", "group_id", "response_ids", "rollout_log_probs"])
+    places = {name: row for row, name in enumerate(groups["group_id"].to_pylist())}
+    group = np.asarray([places[name] for name in table["group_id"].to_pylist()], dtype=np.int64)
+    prompt_ids, response_ids = Ragged.from_arrow(groups["prompt_ids"]), Ragged.from_arrow(table["response_ids"])
+    return Sequences(prompt_ids, group, response_ids), table
+
+
+def temperature(cfg: RunConfig) -> float:
+    """What logits are divided by in every log-prob; greedy sampling is compared at 1."""
+    rollout = cfg.actor_rollout_ref.rollout
+    return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+
+
+def old_micro_batching(cfg: RunConfig) -> MicroBatching:
+    """How the old-log-prob pass is cut on this rank."""
+    rollout, actor = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor
+    return _micro_batching(
+        actor.use_dynamic_bsz if rollout.log_prob_use_dynamic_bsz is None else rollout.log_prob_use_dynamic_bsz,
+        rollout.log_prob_micro_batch_size_per_gpu or rollout.log_prob_micro_batch_size,
+        rollout.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+    )
+
+
+def ref_micro_batching(cfg: RunConfig) -> MicroBatching:
+    """How the reference pass is cut on this rank."""
+    ref, actor = cfg.actor_rollout_ref.ref, cfg.actor_rollout_ref.actor
+    return _micro_batching(
+        actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz,
+        ref.log_prob_micro_batch_size_per_gpu or ref.log_prob_micro_batch_size,
+        ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+    )
+
+
+def actor_micro_batching(cfg: RunConfig) -> MicroBatching:
+    """How the update is cut on this rank."""
+    actor = cfg.actor_rollout_ref.actor
+    return _micro_batching(
+        actor.use_dynamic_bsz,
+        actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size,
+        actor.ppo_max_token_len_per_gpu,
+    )
+
+
+def _micro_batching(by_tokens: bool, sequences: int | None, tokens: int) -> MicroBatching:
+    from tasks.workers.sequences import MicroBatching
+
+    if by_tokens:
+        return MicroBatching(sequences=None, max_tokens=tokens)
+    return MicroBatching(sequences=sequences, max_tokens=None)
+
+
+def sampler_gap(rollouts: pa.Table, old_log_probs: Ragged) -> dict[str, float]:
+    """How far the engine's probabilities of the sampled tokens are from the worker's, under verl's names.
+
+    Both are at the same temperature and before top-p and top-k, so that like is compared with like.
+    """
+    if rollouts["rollout_log_probs"].null_count:
+        return {}
+    sampled = Ragged.from_arrow(rollouts["rollout_log_probs"]).values.astype(np.float64)
+    trained = old_log_probs.values.astype(np.float64)
+    if not len(sampled):
+        return {}
+    difference = np.abs(np.exp(sampled) - np.exp(trained))
+    metrics = spread("training/rollout_probs_diff", difference, ("mean", "max", "std"))
+    metrics = {name.replace("diff/", "diff_"): value for name, value in metrics.items()}
+    metrics["training/rollout_log_probs_gap_mean"] = float(np.abs(sampled - trained).mean())
+    metrics["training/rollout_log_probs_gap_max"] = float(np.abs(sampled - trained).max())
+    if sampled.std() > 0 and trained.std() > 0:
+        correlation = np.corrcoef(np.exp(sampled), np.exp(trained))[0, 1]
+        metrics["training/rollout_actor_probs_pearson_corr"] = float(correlation)
+    return metrics
+
+
+def _ids(table: pa.Table) -> dict[str, object]:
+    return {"sample_id": table["sample_id"], "group_id": table["group_id"]}
+
+
+def _entropy(entropy: Ragged | None) -> dict[str, float]:
+    if entropy is None or not len(entropy.values):
+        return {}
+    return {"actor/entropy": float(entropy.values.mean(dtype=np.float64))}

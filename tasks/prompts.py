@@ -1,0 +1,53 @@
+"""Stage `prompts`: which prompts this step works on, taken from the prepared data set in (seed, epoch) order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage import Artifact
+from tasks.data import PreparedPrompts, step_rows
+from tasks.stage import Step
+
+READS = ("data", "trainer.seed")
+CODE = ("tasks.prompts", "tasks.data")
+
+
+def choose_prompts(step: Step, dataset: PreparedPrompts) -> Artifact:
+    """Commit `prompts` for a training step: one row per prompt, with ids that are new in every step."""
+    stage = step.open("prompts", reads=READS, code=CODE, also={"data": dataset.digest})
+    if done := stage.committed():
+        return done
+    data = step.cfg.data
+    seed = step.cfg.trainer.seed if data.seed is None else data.seed
+    epoch, rows = step_rows(step.index, dataset.table.num_rows, data.train_batch_size, seed, data.shuffle)
+    return stage.commit(
+        prompt_columns(dataset, rows, f"{step.index:06d}"),
+        metrics={"training/epoch": float(epoch)},
+        shapes=_token_shapes(dataset.table, rows),
+    )
+
+
+def choose_validation_prompts(step: Step, dataset: PreparedPrompts) -> Artifact:
+    """Commit `val_prompts`: the whole validation set, in file order."""
+    stage = step.open("val_prompts", reads=READS, code=CODE, also={"data": dataset.digest}, policy_version=step.index)
+    if done := stage.committed():
+        return done
+    rows = np.arange(dataset.table.num_rows)
+    return stage.commit(
+        prompt_columns(dataset, rows, f"val-{step.index:06d}"), shapes=_token_shapes(dataset.table, rows)
+    )
+
+
+def prompt_columns(dataset: PreparedPrompts, rows: np.ndarray, prefix: str) -> dict[str, object]:
+    """The columns of a `prompts` artifact for some rows of the data set."""
+    table = dataset.table.take(pa.array(rows))
+    columns: dict[str, object] = {name: table[name] for name in table.column_names}
+    columns["group_id"] = [f"{prefix}-{slot:04d}" for slot in range(len(rows))]
+    return columns
+
+
+def _token_shapes(table: pa.Table, rows: np.ndarray) -> dict[str, int]:
+    lengths = pc.list_value_length(table["prompt_ids"]).to_numpy()[rows]
+    return {"tokens": int(lengths.sum()), "longest": int(lengths.max(initial=0))}

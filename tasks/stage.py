@@ -1,0 +1,199 @@
+"""What all stages share: the step they work for, the key that says when a result may be used again, and the commit.
+
+A stage reads committed artifacts, computes, commits its own and returns the reference. Opening a stage looks for an
+artifact with the same key first, so that a step run again goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from storage import Artifact, Ragged, RunWriter, build_table, read_table
+from storage.durable import sha256_json
+from tasks.config import RunConfig
+
+
+class StageError(ValueError):
+    """A stage refuses its batch; trying again with the same inputs gives the same answer."""
+
+
+class NonFiniteError(StageError):
+    """A NaN or an infinity where training needs a number."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one run, as its stages see it.
+
+    Attributes:
+        index: number of the step; 0 is before training.
+        run: the run's folder, held for writing.
+        cfg: the run's configuration.
+    """
+
+    index: int
+    run: RunWriter
+    cfg: RunConfig
+
+    def open(
+        self,
+        stage: str,
+        *,
+        reads: Sequence[str],
+        code: Sequence[str],
+        parents: Sequence[Artifact] = (),
+        policy_version: int | None = None,
+        also: Mapping[str, Any] | None = None,
+    ) -> Stage:
+        """Begin a stage.
+
+        Args:
+            stage: name of the artifact it makes.
+            reads: configuration keys that decide its result; a section stands for all keys below it.
+            code: modules and packages whose source decides its result.
+            parents: the artifacts it reads.
+            policy_version: the policy it uses or describes; None: the one before this step.
+            also: anything else that decides its result.
+        """
+        version = max(self.index - 1, 0) if policy_version is None else policy_version
+        key = sha256_json(
+            {
+                "stage": stage,
+                "step": self.index,
+                "policy_version": version,
+                "config": {key: config_value(self.cfg, key) for key in reads},
+                "parents": {parent.stage: parent.digest for parent in parents},
+                "code": code_digest(tuple(code)),
+                "also": also or {},
+            }
+        )
+        return Stage(self, stage, key, version, tuple(parents))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of one step, from opening to commit."""
+
+    step: Step
+    name: str
+    key: str
+    policy_version: int
+    parents: tuple[Artifact, ...]
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def committed(self) -> Artifact | None:
+        """The artifact, when it was made from exactly the same things before and is intact."""
+        return self.step.run.find(self.step.index, self.name, self.key)
+
+    def commit(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        shapes: Mapping[str, int] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Artifact:
+        """Check the columns and commit them.
+
+        Raises:
+            NonFiniteError: a token column holds a NaN or an infinity; the table is kept in quarantine.
+        """
+        table = build_table(self.name, columns)
+        self._refuse_non_finite(table)
+        return self.step.run.commit(
+            self.step.index,
+            self.name,
+            table,
+            key=self.key,
+            policy_version=self.policy_version,
+            started_at=self.started_at,
+            parents=self.parents,
+            metrics={name: value if math.isfinite(value) else None for name, value in (metrics or {}).items()},
+            shapes=shapes,
+            notes=notes,
+        )
+
+    def _refuse_non_finite(self, table: pa.Table) -> None:
+        for column in table.schema:
+            if column.type != pa.large_list(pa.float32()) or table[column.name].null_count:
+                continue
+            rows = Ragged.from_arrow(table[column.name])
+            bad = np.flatnonzero(~np.isfinite(rows.values))
+            if not len(bad):
+                continue
+            row = int(np.searchsorted(rows.offsets, bad[0], side="right")) - 1
+            token = int(bad[0] - rows.offsets[row])
+            where = (
+                f"step {self.step.index}, stage {self.name}, column {column.name}: {rows.values[bad[0]]} at row {row}, "
+                f"token {token} (sample {table['sample_id'][row]}, group {table['group_id'][row]}); "
+                f"{len(bad)} such values in all"
+            )
+            folder = self.step.run.quarantine(self.step.index, self.name, table, where)
+            raise NonFiniteError(
+                f"{where}. The batch is refused and kept in {folder}; the policy is still version "
+                f"{self.policy_version}. Look at the logits of that sample; common causes are overflow in "
+                "actor_rollout_ref.model.dtype and weights that are already damaged."
+            )
+
+
+def config_value(cfg: RunConfig, key: str) -> Any:
+    """The JSON value of a dotted configuration key; a section gives all its keys."""
+    value: Any = cfg
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+
+
+@cache
+def code_digest(modules: tuple[str, ...]) -> str:
+    """SHA-256 over the source of modules; a package stands for all modules in it."""
+    digest = hashlib.sha256()
+    for name in sorted(modules):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"no module {name}")
+        origin = Path(spec.origin)
+        files = sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin]
+        for path in files:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def aligned(artifact: Artifact, sample_ids: pa.ChunkedArray, columns: Sequence[str]) -> pa.Table:
+    """Columns of an artifact in the order of `sample_ids`: joined by id, never by position.
+
+    Raises:
+        StageError: the artifact has other samples, or one of them twice.
+    """
+    table = read_table(artifact, ["sample_id", *columns])
+    ids = table["sample_id"]
+    if ids.equals(sample_ids):
+        return table
+    places = {name: row for row, name in enumerate(ids.to_pylist())}
+    wanted = sample_ids.to_pylist()
+    missing = [name for name in wanted if name not in places]
+    if missing or len(places) != len(ids) or len(wanted) != len(ids):
+        raise StageError(
+            f"{artifact.stage} in {artifact.folder} does not hold the same samples as the rollouts: "
+            f"{len(ids)} rows with {len(places)} different ids against {len(wanted)}, missing {missing[:3]}"
+        )
+    return table.take(pa.array([places[name] for name in wanted]))
+
+
+def spread(name: str, values: np.ndarray, keys: Sequence[str] = ("mean", "max", "min")) -> dict[str, float]:
+    """`name/mean`, `name/max`, `name/min` of some numbers; nothing for none."""
+    if not len(values):
+        return {}
+    numbers = {"mean": values.mean(), "max": values.max(), "min": values.min(), "std": values.std()}
+    return {f"{name}/{key}": float(numbers[key]) for key in keys}
