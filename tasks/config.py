@@ -40,7 +40,9 @@ LossMode = Literal[
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
 ]
-KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k2+", "k3+", "low_var_kl+"]
+KLType = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
@@ -213,6 +215,10 @@ class PolicyLossConfig(Section):
     """kl_cov: share of tokens that get a KL penalty."""
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of that penalty."""
+    tau_pos: float = Field(1.0, gt=0)
+    """sapo: temperature of the gate for positive advantages."""
+    tau_neg: float = Field(1.05, gt=0)
+    """sapo: temperature of the gate for the others; larger closes faster."""
 
 
 class ActorConfig(Section):

@@ -1,7 +1,7 @@
-"""The planner: the shape of a step's work, known from the configuration and the sizes of the data alone. Pure: no tensors, no I/O.
+"""The planner: the shape of a step's work from the configuration and the sizes of the data. Pure: no tensors, no I/O.
 
-Numbers are in tasks/geometry_numbers.py, rules in tasks/geometry_shape_rules.py and tasks/geometry_content_rules.py, warnings in
-tasks/geometry_warnings.py, the stage table in tasks/geometry_stages.py.
+Numbers are in tasks/geometry_numbers.py, rules in geometry_shape_rules.py and geometry_content_rules.py beside it,
+warnings in geometry_warnings.py, the stage table in geometry_stages.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules of lengths, data, sampling and algorithm: what a step cannot be made from is refused before anything loads. Pure."""
+"""The rules of lengths, data, sampling and algorithm: what cannot make a step is refused before a load. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _check_lengths(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[D
         yield Draft(
             "PROMPT_LENGTH",
             (key, "data.max_prompt_length"),
-            f"{key}={engine} is shorter than data.max_prompt_length={longest}: prompts between the two would pass the data "
+            f"{key}={engine} is shorter than data.max_prompt_length={longest}: prompts between the two would pass the "
+            "data "
             "set's filter and not fit the engine.",
             f"{engine} >= {longest}",
             (Try(key, engine, (), (longest,)), Try("data.max_prompt_length", longest, (engine,))),
@@ -78,7 +79,8 @@ def _check_overlong_buffer(cfg: RunConfig, numbers: Numbers, facts: Facts) -> It
         yield Draft(
             "OVERLONG_BUFFER",
             (key, "data.max_response_length"),
-            f"{key}={buffer.len} must lie within the response of at most {numbers.response_length} tokens whose end it penalises.",
+            f"{key}={buffer.len} must lie within the response of at most {numbers.response_length} tokens whose end "
+            "it penalises.",
             f"0 < {buffer.len} <= {numbers.response_length}",
             (
                 Try(
@@ -128,7 +130,8 @@ def _check_groups(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Dr
         yield Draft(
             "GROUP_OF_ONE",
             (SAMPLES, "algorithm.adv_estimator"),
-            f"algorithm.adv_estimator={estimator} compares a response with others of its prompt, and {SAMPLES}=1 leaves none "
+            f"algorithm.adv_estimator={estimator} compares a response with others of its prompt, and {SAMPLES}=1 "
+            "leaves none "
             "(verl then takes the raw reward for the advantage). reinforce_plus_plus and remax work with one.",
             f"{SAMPLES} {n} >= 2",
             (samples_try(numbers),),
@@ -151,7 +154,8 @@ def _check_validation_sampling(cfg: RunConfig, numbers: Numbers, facts: Facts) -
         yield Draft(
             "VAL_TEMPERATURE",
             (f"{where}.temperature", f"{where}.do_sample"),
-            f"{where}.do_sample=true asks for sampling and {where}.temperature=0 for greedy. Set a temperature above 0, or "
+            f"{where}.do_sample=true asks for sampling and {where}.temperature=0 for greedy. Set a temperature above "
+            "0, or "
             "do_sample=false.",
             "do_sample=true needs temperature > 0",
         )
@@ -159,7 +163,8 @@ def _check_validation_sampling(cfg: RunConfig, numbers: Numbers, facts: Facts) -
         yield Draft(
             "VAL_IDENTICAL",
             (f"{where}.n", f"{where}.do_sample"),
-            f"{where}.n={val.n} greedy responses to a prompt are identical. Set {where}.do_sample=true with a temperature "
+            f"{where}.n={val.n} greedy responses to a prompt are identical. Set {where}.do_sample=true with a "
+            "temperature "
             "above 0, or n=1.",
             f"n {val.n} > 1 needs do_sample=true",
             (Try(f"{where}.n", val.n, (1,)),),

@@ -1,4 +1,4 @@
-"""The counts of one training step, with their units in their names: what the configuration's batch words come to. Pure: no tensors, no I/O.
+"""The counts of one training step, with their units in their names. Pure: no tensors, no I/O.
 
 Nothing is rounded: a count that a configuration does not define, such as the rows of a rank where the division leaves a
 remainder, is None, and tasks/geometry_checks.py says why. Letters in comments: G devices, P and R tokens of the longest
@@ -41,7 +41,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one pass cuts the sequences of a rank into micro-batches: by a number of sequences, or by tokens under a real cap."""
+    """How one pass cuts a rank's sequences into micro-batches: so many sequences, or so many tokens (a real cap)."""
 
     by_tokens: bool
     sequences_per_micro_batch: int | None
@@ -72,7 +72,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Every count of a step. `sequences` are prompt + response of one sample; a rank is a data-parallel rank, shared by `sp_size` devices."""
+    """Every count of a step.
+
+    A sequence is the prompt and response of one sample; a rank is a data-parallel rank: `sp_size` devices that see the
+    same sequences.
+    """
 
     world_size: int
     """Devices."""
@@ -106,7 +110,7 @@ class Numbers:
     """Over all devices."""
     sequences_per_mini_batch_per_rank: int | None
     mini_batches: tuple[int, ...]
-    """Sequences per rank of every mini-batch of an epoch; the last may be shorter. Empty where ranks do not divide them."""
+    """Sequences per rank of every mini-batch of an epoch; the last may be shorter. Empty: ranks do not divide them."""
     prompts_of_mini_batches: tuple[int, ...]
     """The same in prompts over all devices: a mini-batch consists of whole groups."""
     sequences_per_micro_batch: int | None
@@ -297,7 +301,7 @@ def _has_adapter(cfg: RunConfig) -> bool:
 
 
 def _steps_per_epoch(train_prompts: int | None, prompts: int, gen: int) -> int | None:
-    """Full batches of an epoch. A step that filters groups draws as many generate batches as it needs, at least these."""
+    """Full batches of an epoch. A step that filters groups draws at least as many generate batches as fill it."""
     if train_prompts is None:
         return None
     draws_per_step = ceil(prompts / gen)

@@ -1,4 +1,4 @@
-"""What a refused plan says: code, keys, rule, arithmetic, and the nearest values that the planner itself accepts. Pure."""
+"""What a refusal says: code, keys, rule with arithmetic, and the nearest values that the planner accepts. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_TRIES = 256
 
 @dataclass(frozen=True)
 class Nearest:
-    """The closest legal values of one key around the refused one; None: there is none on that side, or none was found."""
+    """The closest legal values of one key around the refused one; None: none on that side, or none found."""
 
     key: str
     value: int | None
@@ -106,7 +106,6 @@ def find_problems(rules: Sequence[Rule], cfg: RunConfig, numbers: Numbers, facts
 
 
 def _with_nearest(draft: Draft, is_legal: Callable[[str, int], bool]) -> Problem:
-
     def first_legal(key: str, values: Iterable[int]) -> int | None:
         return next((value for value in islice(values, MOST_TRIES) if is_legal(key, value)), None)
 

@@ -1,6 +1,6 @@
 """The rules of devices, batches, mini-batches and micro-batches: exact, or refused. Pure.
 
-verl has some of them; where it lacks one it rounds down, weights an update wrongly or crashes after the first generation.
+verl has some of them; where it lacks one it rounds down, weights an update wrongly or crashes after generation.
 Sequences are spread over ranks exactly: a remainder is refused, not padded.
 """
 
@@ -40,7 +40,8 @@ def _check_sequence_parallel(cfg: RunConfig, numbers: Numbers, facts: Facts) -> 
             "SP_DIV",
             (SP, DEVICES, NODES),
             f"{SP}={sp} does not divide {world} devices: some would belong to no rank.",
-            f"{DEVICES} {cfg.trainer.n_gpus_per_node} x {NODES} {cfg.trainer.nnodes} = {world}; {world} % {sp} = {world % sp}",
+            f"{DEVICES} {cfg.trainer.n_gpus_per_node} x {NODES} {cfg.trainer.nnodes} = {world}; {world} % {sp} = "
+            f"{world % sp}",
             tries,
         )
     if sp > 1 and not cfg.actor_rollout_ref.model.use_remove_padding:
@@ -66,7 +67,8 @@ def _check_sequence_parallel(cfg: RunConfig, numbers: Numbers, facts: Facts) -> 
             "SP_KV_HEADS",
             (SP,),
             f"{SP}={sp} and the model's {kv_heads} key-value heads do not divide each other.",
-            f"num_key_value_heads {kv_heads} % {sp} = {kv_heads % sp} and {sp} % {kv_heads} = {sp % kv_heads}, one must be 0",
+            f"num_key_value_heads {kv_heads} % {sp} = {kv_heads % sp} and {sp} % {kv_heads} = {sp % kv_heads}, one "
+            "must be 0",
             tries,
         )
 
@@ -79,7 +81,8 @@ def _check_reference_parallel(cfg: RunConfig, numbers: Numbers, facts: Facts) ->
         yield Draft(
             "REF_SP",
             (key, SP),
-            f"{key}={ref_sp} differs from {SP}={sp}, but the reference pass gets the policy's rows. Leave it out, or set {sp}.",
+            f"{key}={ref_sp} differs from {SP}={sp}, but the reference pass gets the policy's rows. Leave it out, or "
+            f"set {sp}.",
             f"{ref_sp} != {sp}",
             (Try(key, ref_sp, lower, upper),),
         )
@@ -105,17 +108,20 @@ def _check_fsdp_size(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator
 def _check_rollout_parallel(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
     rollout, world = cfg.actor_rollout_ref.rollout, numbers.world_size
     size, node = numbers.devices_per_rollout_replica, cfg.trainer.n_gpus_per_node
-    tries = (Try(TP, rollout.tensor_model_parallel_size, *divisors(world, rollout.tensor_model_parallel_size)),)
+    stages = rollout.pipeline_model_parallel_size
+    tries = (Try(TP, numbers.tp_size, *divisors(world, numbers.tp_size)),)
     keys = (TP, f"{ROLLOUT}.data_parallel_size", DEVICES, NODES)
-    product = f"tensor {rollout.tensor_model_parallel_size} x data {rollout.data_parallel_size} x pipeline {rollout.pipeline_model_parallel_size} = {size} devices per replica"
-    if rollout.pipeline_model_parallel_size > 1:
+    product = (
+        f"tensor {numbers.tp_size} x data {rollout.data_parallel_size} x pipeline {stages} = {size} devices per replica"
+    )
+    if stages > 1:
         key = f"{ROLLOUT}.pipeline_model_parallel_size"
         yield Draft(
             "PIPELINE",
             (key,),
-            f"{key}={rollout.pipeline_model_parallel_size}: no engine here has pipeline stages. Set 1.",
+            f"{key}={stages}: no engine here has pipeline stages. Set 1.",
             "pipeline stages must be 1",
-            (Try(key, rollout.pipeline_model_parallel_size, (1,)),),
+            (Try(key, stages, (1,)),),
         )
     if world % size:
         yield Draft(
@@ -129,7 +135,8 @@ def _check_rollout_parallel(cfg: RunConfig, numbers: Numbers, facts: Facts) -> I
         yield Draft(
             "TP_NODE",
             keys,
-            f"rollout replicas of {size} devices do not fit nodes of {node} devices: a replica would straddle two nodes.",
+            f"rollout replicas of {size} devices do not fit nodes of {node} devices: a replica would straddle two "
+            "nodes.",
             f"{product}; neither {node} % {size} nor {size} % {node} is 0",
             tries,
         )
@@ -147,7 +154,8 @@ def _check_batch(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Dra
         "BATCH_DIV",
         (key, SAMPLES, DEVICES),
         f"the step's {sequences} sequences do not spread evenly over {ranks} data-parallel ranks.",
-        f"{key} {prompts} x {SAMPLES} {numbers.samples_per_prompt} = {sequences}; {sequences} % {ranks} = {sequences % ranks}, must be 0",
+        f"{key} {prompts} x {SAMPLES} {numbers.samples_per_prompt} = {sequences}; {sequences} % {ranks} = "
+        f"{sequences % ranks}, must be 0",
         (_batch_try(cfg, numbers), samples_try(numbers)),
     )
 
@@ -159,8 +167,10 @@ def _check_gen_batch(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator
         yield Draft(
             "GEN_BATCH_SIZE",
             (GEN_BATCH, TRAIN_BATCH, "algorithm.filter_groups.enable"),
-            f"{GEN_BATCH}={gen} and {TRAIN_BATCH}={train} both say how many prompts a step trains on (verl trains on {gen}). "
-            f"Leave {GEN_BATCH} out, or set algorithm.filter_groups.enable=true, which draws {gen} prompts at a time until "
+            f"{GEN_BATCH}={gen} and {TRAIN_BATCH}={train} both say how many prompts a step trains on (verl trains on "
+            f"{gen}). "
+            f"Leave {GEN_BATCH} out, or set algorithm.filter_groups.enable=true, which draws {gen} prompts at a time "
+            "until "
             f"{train} groups are left.",
             f"without filtered groups {gen} must equal {train}",
             (Try(GEN_BATCH, gen, lower, upper),),
@@ -172,7 +182,8 @@ def _check_gen_batch(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator
         yield Draft(
             "FILTER_CANNOT_FILL",
             (key, GEN_BATCH, TRAIN_BATCH),
-            f"{key}={most} generate calls of {numbers.gen_batch_prompts} prompts can never fill a step of {train} prompts.",
+            f"{key}={most} generate calls of {numbers.gen_batch_prompts} prompts can never fill a step of {train} "
+            "prompts.",
             f"{numbers.gen_batch_prompts} x {most} = {numbers.gen_batch_prompts * most}, must be at least {train}",
             (Try(key, most, (), (needed,)),),
         )
@@ -182,25 +193,28 @@ def _check_mini_batch(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterato
     mini, n, ranks = numbers.prompts_per_mini_batch, numbers.samples_per_prompt, numbers.dp_size
     key, prompts = _batch_key(cfg)
     if mini > prompts:
-        period = _prompt_period(numbers)
+        period = _mini_period(numbers)
         yield Draft(
             "MINI_GT_BATCH",
             (MINI, key),
-            f"{MINI}={mini} is more than {key}={prompts}. Both count prompts, not sequences; the largest legal mini-batch "
+            f"{MINI}={mini} is more than {key}={prompts}. Both count prompts, not sequences; the largest legal "
+            "mini-batch "
             f"is the whole batch of {prompts}, which means one update per step.",
             f"{MINI} {mini} <= {key} {prompts}",
             (
                 Try(MINI, mini, range(prompts // period * period, 0, -period)),
-                Try(key, prompts, (), multiples(period, mini - 1)[1]),
+                Try(key, prompts, (), multiples(_prompt_period(ranks, numbers), mini - 1)[1]),
             ),
         )
     if ranks and mini * n % ranks:
         yield Draft(
             "MINI_DIV",
             (MINI, SAMPLES, DEVICES),
-            f"a mini-batch of {mini * n} sequences does not spread evenly over {ranks} data-parallel ranks (verl rounds down "
+            f"a mini-batch of {mini * n} sequences does not spread evenly over {ranks} data-parallel ranks (verl "
+            "rounds down "
             f"to {mini * n // ranks} per rank and makes more updates than the keys say).",
-            f"{MINI} {mini} prompts x {SAMPLES} {n} = {mini * n} sequences; {mini * n} % {ranks} = {mini * n % ranks}, must be 0",
+            f"{MINI} {mini} prompts x {SAMPLES} {n} = {mini * n} sequences; {mini * n} % {ranks} = "
+            f"{mini * n % ranks}, must be 0",
             (_mini_try(numbers), samples_try(numbers)),
         )
 
@@ -311,8 +325,10 @@ def _check_token_caps(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterato
         yield Draft(
             "TOKEN_CAP",
             (key, "data.max_prompt_length", "data.max_response_length"),
-            f"{key}={cap} is less than one sequence of full length, so the {name} may meet one that fits no micro-batch.",
-            f"cap {cap} x sequence-parallel {numbers.sp_size} = {cut.token_budget} tokens; prompt {numbers.prompt_length} + response "
+            f"{key}={cap} is less than one sequence of full length, so the {name} may meet one that fits no "
+            "micro-batch.",
+            f"cap {cap} x sequence-parallel {numbers.sp_size} = {cut.token_budget} tokens; prompt "
+            f"{numbers.prompt_length} + response "
             f"{numbers.response_length} = {cut.padded_sequence_tokens}, must fit",
             (Try(key, cap, (), (needed,)),),
         )
@@ -325,13 +341,10 @@ def _set_or(section: BaseModel, key: str, otherwise: str) -> str:
 # -------------------------------------------------------------------------------------------------- candidate values
 
 
-def _batch_try(cfg: RunConfig, numbers: Numbers, value: int | None = None) -> Try:
-    """Prompts of a step that ranks divide, around `value`."""
-    key, own = _batch_key(cfg)
-    period = _prompt_period(numbers)
-    value = own if value is None else value
-    lower, upper = multiples(period, value)
-    return Try(key, own, lower, upper)
+def _batch_try(cfg: RunConfig, numbers: Numbers) -> Try:
+    """Prompts of a step that ranks divide."""
+    key, prompts = _batch_key(cfg)
+    return Try(key, prompts, *multiples(_prompt_period(numbers.dp_size, numbers), prompts))
 
 
 def _batch_key(cfg: RunConfig) -> tuple[str, int]:
@@ -341,15 +354,19 @@ def _batch_key(cfg: RunConfig) -> tuple[str, int]:
     return TRAIN_BATCH, cfg.data.train_batch_size
 
 
-def _prompt_period(numbers: Numbers) -> int:
-    """Smallest number of prompts whose sequences spread evenly over ranks."""
-    ranks = numbers.dp_size or 1
-    return ranks // gcd(ranks, numbers.samples_per_prompt)
+def _prompt_period(parts: int | None, numbers: Numbers) -> int:
+    """Smallest number of prompts whose sequences can be cut into so many equal parts."""
+    return (parts or 1) // gcd(parts or 1, numbers.samples_per_prompt)
+
+
+def _mini_period(numbers: Numbers) -> int:
+    """Smallest mini-batch, in prompts, that fills whole micro-batches on every rank."""
+    return _prompt_period((numbers.dp_size or 1) * (numbers.sequences_per_micro_batch or 1), numbers)
 
 
 def _mini_try(numbers: Numbers) -> Try:
     value = numbers.prompts_per_mini_batch
-    lower, upper = multiples(_prompt_period(numbers), value, most=numbers.prompts_per_step)
+    lower, upper = multiples(_mini_period(numbers), value, most=numbers.prompts_per_step)
     return Try(MINI, value, [size for size in lower if size <= numbers.prompts_per_step], upper)
 
 

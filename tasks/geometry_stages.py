@@ -1,7 +1,7 @@
 """The shape table of one step: what every stage computes and stores, over all devices and on one. Pure.
 
-Two views of the same batch: padded, as tensors meet it in memory, and as stored, where a row of a list column is as long as
-its own prompt or response and nothing is padding.
+Two views of the same batch: padded, as tensors meet it in memory, and as stored, where a row of a list column is as
+long as its own prompt or response and nothing is padding.
 """
 
 from __future__ import annotations

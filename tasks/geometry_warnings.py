@@ -52,8 +52,10 @@ def _of_batches(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
         yield PlanWarning(
             "SHORT_LAST_MINI_BATCH",
             (MINI, TRAIN_BATCH),
-            f"{numbers.prompts_per_step} prompts are {len(sizes)} mini-batches, the last one shorter: {list(sizes)} prompts{per_rank}. "
-            f"Each is divided by its own count, so the short one takes an optimizer step of full size on fewer sequences.",
+            f"{numbers.prompts_per_step} prompts are {len(sizes)} mini-batches, the last one shorter: {list(sizes)} "
+            f"prompts{per_rank}. "
+            "Each is divided by its own count, so the short one takes an optimizer step of full size on fewer "
+            "sequences.",
         )
     if numbers.on_policy:
         yield PlanWarning(
@@ -67,7 +69,8 @@ def _of_batches(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
         yield PlanWarning(
             "FILTER_GROUPS",
             ("algorithm.filter_groups.enable", GEN_BATCH),
-            f"a step makes as many generate calls of {numbers.gen_batch_prompts} prompts as it takes to keep {numbers.prompts_per_step} groups "
+            f"a step makes as many generate calls of {numbers.gen_batch_prompts} prompts as it takes to keep "
+            f"{numbers.prompts_per_step} groups "
             "with a signal; steps per epoch are the most there can be.",
             "info",
         )
@@ -99,7 +102,8 @@ def _of_micro_batches(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterato
         yield PlanWarning(
             "MICRO_DEPRECATED",
             deprecated,
-            f"{' and '.join(deprecated)} counts sequences over all ranks and is deprecated in verl; …_per_gpu counts them per rank.",
+            f"{' and '.join(deprecated)} counts sequences over all ranks and is deprecated in verl; …_per_gpu counts "
+            "them per rank.",
         )
     share = numbers.micro_batches_per_mini_batch
     fewer = numbers.micro_batches_per_mini_batch_by_token_count
@@ -107,7 +111,8 @@ def _of_micro_batches(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterato
         yield PlanWarning(
             "TOKEN_CAP_IS_REAL",
             (f"{ACTOR}.ppo_max_token_len_per_gpu",),
-            f"at full length the cap makes {share[0]} micro-batches of a mini-batch; dividing tokens by the cap, as verl does, "
+            f"at full length the cap makes {share[0]} micro-batches of a mini-batch; dividing tokens by the cap, as "
+            "verl does, "
             f"makes {fewer[0]}, some of which exceed it.",
             "info",
         )
@@ -119,7 +124,8 @@ def _of_devices(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
         yield PlanWarning(
             "ENGINE_WITHOUT_TP",
             (TP, f"{ROLLOUT}.name"),
-            f"{TP}={numbers.tp_size}: the transformers engine holds all weights on each device. Set 1, or {ROLLOUT}.name=vllm.",
+            f"{TP}={numbers.tp_size}: the transformers engine holds all weights on each device. Set 1, or "
+            f"{ROLLOUT}.name=vllm.",
         )
     if numbers.rollout_replicas and numbers.gen_batch_prompts % numbers.rollout_replicas:
         low, replicas = numbers.gen_batch_prompts // numbers.rollout_replicas, numbers.rollout_replicas
@@ -133,7 +139,8 @@ def _of_devices(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
         yield PlanWarning(
             "SP_ACROSS_NODES",
             (SP, DEVICES),
-            f"{SP}={numbers.sp_size} does not divide the {node} devices of a node: some sequences are shared across nodes, which is slow.",
+            f"{SP}={numbers.sp_size} does not divide the {node} devices of a node: some sequences are shared across "
+            "nodes, which is slow.",
         )
 
 
@@ -149,7 +156,8 @@ def _of_lengths(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
         yield PlanWarning(
             "OVERLONG_NOT_FILTERED",
             ("data.filter_overlong_prompts", "data.truncation"),
-            f"prompts longer than {data.max_prompt_length} tokens stay in the data set, and by data.truncation={data.truncation} {consequence}.",
+            f"prompts longer than {data.max_prompt_length} tokens stay in the data set, and by "
+            f"data.truncation={data.truncation} {consequence}.",
             "info" if data.truncation == "error" else "warning",
         )
     buffer = cfg.reward_model.overlong_buffer
@@ -175,7 +183,8 @@ def _of_sampling(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Pla
         yield PlanWarning(
             "FILTERED_SAMPLING",
             (f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k", "algorithm.rollout_correction"),
-            f"{' and '.join(filtered)} samples from a cut distribution, so rollout correction compares log-probs of two different ones.",
+            f"{' and '.join(filtered)} samples from a cut distribution, so rollout correction compares log-probs of "
+            "two different ones.",
         )
     if rollout.n == 1 and (rollout.temperature == 0 or not rollout.do_sample):
         yield PlanWarning(
@@ -214,7 +223,8 @@ def _of_duration(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Pla
         yield PlanWarning(
             "TOTAL_STEPS",
             ("trainer.total_training_steps", "trainer.total_epochs"),
-            f"trainer.total_training_steps={asked}, but {trainer.total_epochs} epochs of {per_epoch} steps are {available}: the run ends "
+            f"trainer.total_training_steps={asked}, but {trainer.total_epochs} epochs of {per_epoch} steps are "
+            f"{available}: the run ends "
             f"there, with its last validation and checkpoint. Raise trainer.total_epochs for more.",
         )
     optim, total = cfg.actor_rollout_ref.actor.optim, numbers.total_steps
@@ -229,14 +239,16 @@ def _of_duration(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Pla
         yield PlanWarning(
             "LR_WARMUP",
             (f"{ACTOR}.optim.lr_warmup_steps",),
-            f"the warm-up of {optim.lr_warmup_steps} steps is longer than the schedule of {length}: the peak learning rate is never reached.",
+            f"the warm-up of {optim.lr_warmup_steps} steps is longer than the schedule of {length}: the peak learning "
+            "rate is never reached.",
         )
     moves = optim.lr_scheduler_type != "constant" or optim.lr_warmup_steps > 0 or optim.lr_warmup_steps_ratio > 0
     if moves and numbers.optimizer_steps_per_step > 1:
         yield PlanWarning(
             "LR_PER_STEP",
             (f"{ACTOR}.optim.lr_scheduler_type", f"{ACTOR}.optim.lr_warmup_steps"),
-            f"the schedule advances once per training step, so {numbers.optimizer_steps_per_step} optimizer steps share a learning rate.",
+            f"the schedule advances once per training step, so {numbers.optimizer_steps_per_step} optimizer steps "
+            "share a learning rate.",
             "info",
         )
 
@@ -247,7 +259,8 @@ def _of_cadence(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
         yield PlanWarning(
             "NEVER_SAVE",
             ("trainer.save_freq",),
-            f"trainer.save_freq={trainer.save_freq}: the only checkpoint is the final one. A killed run replays its updates from the start.",
+            f"trainer.save_freq={trainer.save_freq}: the only checkpoint is the final one. A killed run replays its "
+            "updates from the start.",
             "info",
         )
     if trainer.test_freq < 1 and cfg.data.val_files and not trainer.val_only:

@@ -1,0 +1,139 @@
+"""The command line. Imports nothing heavy until a command needs it.
+
+Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (configuration, plan, files), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="grpoflow",
+    help="GRPO post-training as an auditable workflow.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(help="Recipe names or YAML files, in layers, then key.path=value overrides.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def train(words: Words = None) -> None:
+    """Train: plan, then run every step as a flow of committed stages. Run again to go on after a kill."""
+    from flows.train import train as run_training
+
+    files, overrides = _split(words)
+    raise typer.Exit(run_training(files, overrides))
+
+
+@app.command()
+def plan(
+    words: Words = None,
+    verl: Annotated[Path | None, typer.Option(help="Explain a verl launch script instead, without running it.")] = None,
+    as_json: Json = False,
+    explain: Annotated[bool, typer.Option(help="Say in words which numbers count what, per what.")] = False,
+    train_prompts: Annotated[int | None, typer.Option(help="Size of the training set, where its files are not here.")] = None,
+) -> None:
+    """Explain and check every batch shape of a configuration. Loads no model."""
+    from flows.plan_view import plan_command
+
+    files, overrides = _split(words)
+    raise typer.Exit(
+        plan_command(files, overrides, verl=verl, as_json=as_json, explain=explain, train_prompts=train_prompts)
+    )
+
+
+@app.command()
+def ls(root: Annotated[Path, typer.Argument(help="Folder of runs.")] = Path("runs"), as_json: Json = False) -> None:
+    """List the runs under a folder."""
+    from flows import show as views
+
+    views.ls(root, as_json, _console())
+
+
+@app.command()
+def status(run: Annotated[Path, typer.Argument(help="A run's folder.")], as_json: Json = False) -> None:
+    """Say where a run stands."""
+    from flows import show as views
+
+    views.status(run, as_json, _console())
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    step: Annotated[int | None, typer.Option(help="Which step; the newest by default.")] = None,
+    stage: Annotated[str | None, typer.Option(help="An artifact, such as rewards.")] = None,
+    sample: Annotated[str | None, typer.Option(help="A sample's id: this sample through all stages.")] = None,
+    limit: Annotated[int, typer.Option(help="Rows of an artifact to show.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Show a step, one of its artifacts, or one sample through all stages."""
+    from flows import show as views
+
+    views.show(run, step, stage, sample, as_json, limit, _console())
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the configuration."""
+    import json
+
+    from flows.config import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=1))
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that `train` and `plan` know by name."""
+    from flows.recipes import list_recipes
+
+    for name, about in list_recipes():
+        typer.echo(f"{name:<24} {about}")
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one readable message and exit code 2; a traceback is a bug of ours."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except ValueError as error:
+        _fail(error, 2)
+    except Exception as error:
+        from storage import StorageError
+
+        if not isinstance(error, StorageError):
+            raise
+        _fail(error, 2)
+
+
+def _fail(error: Exception, code: int) -> None:
+    typer.echo(f"error: {error}", err=True)
+    sys.exit(code)
+
+
+def _console():  # type: ignore[no-untyped-def]
+    from rich.console import Console
+
+    return Console()
+
+
+def _split(words: list[str] | None) -> tuple[list[Path], list[str]]:
+    """Tell files and recipe names from overrides: an override has a `=` or begins with `~`."""
+    from flows.recipes import recipe_file
+
+    overrides = [word for word in words or [] if "=" in word or word.startswith("~")]
+    files = [recipe_file(word) for word in words or [] if word not in overrides]
+    return files, overrides

@@ -1,0 +1,1 @@
+"""The numbers: advantages, policy losses, KL, aggregation and rollout correction, each a small pure function."""

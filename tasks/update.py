@@ -1,0 +1,165 @@
+"""Stage `update`: optimizer steps over the step's mini-batches, from policy version k - 1 to version k."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from storage import Artifact, Ragged, read_table
+from tasks.config import ActorConfig
+from tasks.log_prob import actor_micro_batching, read_sequences
+from tasks.seeds import hashed
+from tasks.stage import StageError, Step, aligned
+
+if TYPE_CHECKING:
+    from tasks.workers.policy import PolicyWorker, Signals
+
+READS = (
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout.temperature",
+    "data.max_response_length",
+)
+CODE = ("tasks.update", "tasks.workers", "tasks.algorithms")
+
+
+def update(
+    step: Step,
+    prompts: Artifact,
+    rollouts: Artifact,
+    old_log_probs: Artifact,
+    ref_log_probs: Artifact | None,
+    advantages: Artifact,
+    worker: PolicyWorker,
+    recorded: Artifact | None = None,
+) -> Artifact:
+    """Train on the step's batch and commit `updates`: one row per optimizer step.
+
+    A committed update is not skipped but made again while the weights are behind it: that is how a policy version is
+    rebuilt from stored batches. The weights' digest must then be the recorded one.
+
+    Args:
+        step: the step.
+        prompts: its prompts.
+        rollouts: its samples.
+        old_log_probs: denominator of the ratio.
+        ref_log_probs: for the KL in the loss; None: there is none.
+        advantages: advantage and loss mask of each token.
+        worker: owns the weights, which move.
+        recorded: the update that is made again; None: look for it by key.
+
+    Raises:
+        StageError: the worker's policy is not the one this step starts from, or a repeated update gives other weights.
+        NonFiniteError: a loss or gradient is NaN or infinite; the weights are those from before the step.
+    """
+    parents = [prompts, rollouts, old_log_probs, *([ref_log_probs] if ref_log_probs else []), advantages]
+    stage = step.open("updates", reads=READS, code=CODE, parents=parents)
+    done = recorded or stage.committed()
+    if done and worker.policy_version >= step.index:
+        return done
+    if worker.policy_version != step.index - 1:
+        raise StageError(f"update {step.index} starts from policy {step.index - 1}, not {worker.policy_version}")
+    sequences, table = read_sequences(prompts, rollouts)
+    signals = read_signals(table["sample_id"], sequences.group, old_log_probs, ref_log_probs, advantages)
+    mini_batches = plan_mini_batches(sequences.group, step.cfg.actor_rollout_ref.actor, step.index)
+    rows = worker.update(sequences, signals, mini_batches, actor_micro_batching(step.cfg), step=step.index)
+    digest = worker.weights_digest()
+    worker.policy_version = step.index
+    if done:
+        _compare(done, digest, step.index)
+        return done
+    versions = {"policy_version_in": step.index - 1, "policy_version_out": step.index}
+    digests = [None] * (len(rows) - 1) + [digest]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return stage.commit(
+        {**columns, **{name: [value] * len(rows) for name, value in versions.items()}, "weights_digest": digests},
+        metrics=update_metrics(rows),
+        shapes={
+            "tokens": sum(row["tokens"] for row in rows),
+            "sequences": sum(row["sequences"] for row in rows),
+            "micro_batches": sum(row["micro_batches"] for row in rows),
+            "optimizer_steps": len(rows),
+        },
+    )
+
+
+def read_signals(
+    sample_ids: pa.ChunkedArray,
+    group: np.ndarray,
+    old_log_probs: Artifact,
+    ref_log_probs: Artifact | None,
+    advantages: Artifact,
+) -> Signals:
+    """What the loss needs of each token, joined by sample id."""
+    from tasks.workers.policy import Signals
+
+    table = aligned(advantages, sample_ids, ["advantages", "loss_mask", "rollout_is_weights"])
+    old = aligned(old_log_probs, sample_ids, ["old_log_probs"])
+    ref = aligned(ref_log_probs, sample_ids, ["ref_log_probs"]) if ref_log_probs else None
+    weights = table["rollout_is_weights"]
+    return Signals(
+        advantages=Ragged.from_arrow(table["advantages"]),
+        loss_mask=Ragged.from_arrow(table["loss_mask"]),
+        old_log_probs=Ragged.from_arrow(old["old_log_probs"]),
+        ref_log_probs=Ragged.from_arrow(ref["ref_log_probs"]) if ref else None,
+        rollout_is_weights=None if weights.null_count else Ragged.from_arrow(weights),
+        group=group,
+    )
+
+
+def plan_mini_batches(group: np.ndarray, actor: ActorConfig, step: int) -> list[list[np.ndarray]]:
+    """Rows of each mini-batch of each epoch: `ppo_mini_batch_size` whole groups, in order or shuffled.
+
+    Args:
+        group: [N] which prompt each row answers.
+        actor: `ppo_mini_batch_size`, `ppo_epochs`, `shuffle`, `data_loader_seed`.
+        step: number of the step; decides the shuffle together with the seed and the epoch.
+
+    Returns:
+        For each epoch a list of row numbers per mini-batch; the last mini-batch may be short.
+    """
+    groups = list(dict.fromkeys(group.tolist()))
+    rows = {name: np.flatnonzero(group == name) for name in groups}
+    epochs = []
+    for epoch in range(actor.ppo_epochs):
+        order = groups
+        if actor.shuffle:
+            order = sorted(groups, key=lambda name: hashed(actor.data_loader_seed, step, epoch, name))
+        size = actor.ppo_mini_batch_size
+        cuts = [order[start : start + size] for start in range(0, len(order), size)]
+        epochs.append([np.concatenate([rows[name] for name in cut]) for cut in cuts])
+    return epochs
+
+
+def update_metrics(rows: list[dict]) -> dict[str, float]:
+    """The step's numbers under verl's names: means over optimizer steps; the learning rate is the last one's."""
+    names = {
+        "actor/loss": "loss",
+        "actor/pg_loss": "pg_loss",
+        "actor/pg_clipfrac": "pg_clipfrac",
+        "actor/pg_clipfrac_lower": "pg_clipfrac_lower",
+        "actor/ppo_kl": "ppo_kl",
+        "actor/kl_loss": "kl_loss",
+        "actor/grad_norm": "grad_norm",
+    }
+    made = [row for row in rows if row["skipped"] is None]
+    metrics = {"actor/lr": float(rows[-1]["lr"]), "actor/skipped_updates": float(len(rows) - len(made))}
+    for metric, column in names.items():
+        values = [row[column] for row in made if row[column] is not None]
+        if values:
+            metrics[metric] = float(np.mean(values))
+    if made:
+        metrics["actor/ratio_max"] = float(max(row["ratio_max"] for row in made))
+    return metrics
+
+
+def _compare(done: Artifact, digest: str, step: int) -> None:
+    recorded = read_table(done, ["weights_digest"])["weights_digest"].to_pylist()[-1]
+    if recorded != digest:
+        raise StageError(
+            f"update {step} was made again from its stored batch and gives other weights: SHA-256 {digest[:12]} against "
+            f"the recorded {recorded[:12]}. Bit equality needs the same device type, library versions and thread count "
+            "as the run had; a checkpoint after this step needs no repetition."
+        )
