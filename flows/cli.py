@@ -42,7 +42,9 @@ def plan(
     verl: Annotated[Path | None, typer.Option(help="Explain a verl launch script instead, without running it.")] = None,
     as_json: Json = False,
     explain: Annotated[bool, typer.Option(help="Say in words which numbers count what, per what.")] = False,
-    train_prompts: Annotated[int | None, typer.Option(help="Size of the training set, where its files are not here.")] = None,
+    train_prompts: Annotated[
+        int | None, typer.Option(help="Size of the training set, where its files are not here.")
+    ] = None,
 ) -> None:
     """Explain and check every batch shape of a configuration. Loads no model."""
     from flows.plan_view import plan_command

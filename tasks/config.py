@@ -1,20 +1,22 @@
 """The configuration: verl's words as frozen pydantic models, one section per class, a docstring under each field.
 
 Units: `data.train_batch_size`, `data.gen_batch_size` and `actor.ppo_mini_batch_size` count prompts over all devices;
-`*_micro_batch_size_per_gpu` counts sequences on one data-parallel rank; `*_token_len_per_gpu` counts tokens on one device.
+`*_micro_batch_size_per_gpu` counts sequences on one data-parallel rank; `*_token_len_per_gpu` tokens on one device.
 What follows from them is the plan's business (tasks/geometry.py). Nothing here loads a file, a model or a tensor.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Estimator = Literal[
     "grpo",
+    "grpo_vectorized",
     "grpo_passk",
     "rloo",
+    "rloo_vectorized",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "opo",
@@ -23,6 +25,7 @@ Estimator = Literal[
     "gdpo",
     "maxrl",
     "optimal_token_baseline",
+    "tir_optimal_token_baseline",
 ]
 LossMode = Literal[
     "vanilla",
@@ -32,6 +35,7 @@ LossMode = Literal[
     "geo_mean",
     "gpg",
     "reinforce",
+    "dro",
     "clip_cov",
     "kl_cov",
     "dppo_tv",
@@ -43,14 +47,23 @@ LossAggregation = Literal[
 KLType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
 ]
-Dtype = Literal["float32", "bfloat16", "float64"]
+_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float64"],
+    BeforeValidator(lambda name: _SHORT_DTYPES.get(name, name) if isinstance(name, str) else name),
+]
+"""verl writes both `bf16` and `bfloat16`."""
 
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change after loading."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+        validate_default=True,
     )
 
 
@@ -67,7 +80,7 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of chat messages, or text that is used as it is."""
     ground_truth_key: str | None = None
-    """Column that holds the reference answer; null: verl's `reward_model.ground_truth`, else `ground_truth`, `answer` or `solution`."""
+    """Column of the reference answer; null: `reward_model.ground_truth`, `ground_truth`, `answer` or `solution`."""
     reward_fn_key: str = "data_source"
     """Column that names the data source, by which a reward function is chosen."""
     data_source: str | None = None
@@ -83,7 +96,7 @@ class DataConfig(Section):
     train_batch_size: int = Field(1024, ge=1)
     """Prompts per training step, over all devices."""
     gen_batch_size: int | None = Field(None, ge=1)
-    """Prompts generated at a time when groups are filtered; null: `train_batch_size`."""
+    """Prompts generated at a time when groups are filtered; null: `train_batch_size`, its only value without."""
     val_batch_size: int | None = Field(None, ge=1)
     """Validation prompts per generate call; null: all at once."""
     train_max_samples: int = -1
@@ -97,7 +110,7 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `max_prompt_length`; the number dropped is logged."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What to do with an over-long prompt that is not filtered: refuse the data set, or keep the end, the start, or both ends."""
+    """An over-long prompt that is not filtered: refuse the data set, or keep its end, its start, or both ends."""
 
     @model_validator(mode="before")
     @classmethod
@@ -215,6 +228,8 @@ class PolicyLossConfig(Section):
     """kl_cov: share of tokens that get a KL penalty."""
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of that penalty."""
+    dro_beta: float | None = Field(None, gt=0)
+    """dro: weight of the quadratic pull to the old policy; dro needs it."""
     tau_pos: float = Field(1.0, gt=0)
     """sapo: temperature of the gate for positive advantages."""
     tau_neg: float = Field(1.05, gt=0)
@@ -431,7 +446,13 @@ class AlgorithmConfig(Section):
     adv_estimator: Estimator = "grpo"
     """How scores become advantages; docs/algorithms.md lists them."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation; false: Dr. GRPO."""
+    """Divide by a standard deviation; false: Dr. GRPO."""
+    norm_adv_std_over: Literal["group", "batch"] = "group"
+    """Whose deviation: that of the sample's group, or of all samples of the step."""
+    gdpo_reward_keys: tuple[str, ...] | None = None
+    """gdpo: reward functions that are normalised one by one; null: all."""
+    gdpo_reward_weights: tuple[float, ...] | None = None
+    """gdpo: their weights, in the same order; null: all 1."""
     use_kl_in_reward: bool = False
     """Subtract KL to the reference from the reward of every token."""
     kl_penalty: KLType = "kl"
@@ -457,6 +478,13 @@ class CustomRewardFunctionConfig(Section):
     """Function in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of every call."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_name_is_the_default(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("name", "") is None:
+            return {key: value for key, value in values.items() if key != "name"}
+        return values
 
 
 class OverlongBufferConfig(Section):
@@ -569,7 +597,7 @@ class OrchestrationConfig(Section):
     enabled: bool = True
     """false: run the same stages as plain function calls."""
     api_url: str | None = None
-    """Prefect server to use; null: `PREFECT_API_URL` if set, else one that is started for the runs in `storage.root`."""
+    """Prefect server to use; null: `PREFECT_API_URL` if set, else one started for the runs in `storage.root`."""
     startup_timeout_s: float = Field(180.0, gt=0)
     """How long such a server may take to start."""
 

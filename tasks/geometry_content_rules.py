@@ -9,18 +9,9 @@ from tasks.geometry_numbers import Facts, Numbers
 from tasks.geometry_problems import Draft, Rule, Try
 from tasks.geometry_shape_rules import GEN_BATCH, ROLLOUT, SAMPLES, TRAIN_BATCH, samples_try
 
-GROUP_RELATIVE = {
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "gdpo",
-    "maxrl",
-    "optimal_token_baseline",
-}
-"""Estimators that compare a sample with its siblings, and so need at least two."""
+WORKS_WITH_ONE_SAMPLE = {"reinforce_plus_plus", "remax"}
+"""Estimators that need no siblings; all others compare a sample with the rest of its group."""
+
 
 # ------------------------------------------------------------------------------------------------ lengths and data
 
@@ -33,8 +24,7 @@ def _check_lengths(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[D
             "PROMPT_LENGTH",
             (key, "data.max_prompt_length"),
             f"{key}={engine} is shorter than data.max_prompt_length={longest}: prompts between the two would pass the "
-            "data "
-            "set's filter and not fit the engine.",
+            "data set's filter and not fit the engine.",
             f"{engine} >= {longest}",
             (Try(key, engine, (), (longest,)), Try("data.max_prompt_length", longest, (engine,))),
         )
@@ -126,13 +116,13 @@ def _check_data_size(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator
 
 def _check_groups(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
     estimator, n = cfg.algorithm.adv_estimator, numbers.samples_per_prompt
-    if estimator in GROUP_RELATIVE and n < 2:
+    if estimator not in WORKS_WITH_ONE_SAMPLE and n < 2:
         yield Draft(
             "GROUP_OF_ONE",
             (SAMPLES, "algorithm.adv_estimator"),
             f"algorithm.adv_estimator={estimator} compares a response with others of its prompt, and {SAMPLES}=1 "
-            "leaves none "
-            "(verl then takes the raw reward for the advantage). reinforce_plus_plus and remax work with one.",
+            "leaves none (verl then takes the raw reward for the advantage). reinforce_plus_plus and remax work with "
+            "one.",
             f"{SAMPLES} {n} >= 2",
             (samples_try(numbers),),
         )
@@ -142,8 +132,8 @@ def _check_groups(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Dr
         yield Draft(
             "GREEDY_GROUP",
             (f"{ROLLOUT}.temperature" if rollout.temperature == 0 else f"{ROLLOUT}.do_sample", SAMPLES),
-            f"{cause} samples greedily, so the {n} responses of a prompt are identical and no group has a signal. "
-            f"Set {ROLLOUT}.do_sample=true and a temperature above 0.",
+            f"{cause} samples greedily, so the {n} responses of a prompt are identical and no group has a signal. Set "
+            f"{ROLLOUT}.do_sample=true and a temperature above 0.",
             f"{SAMPLES} {n} > 1 needs do_sample=true and temperature > 0",
         )
 
@@ -155,19 +145,8 @@ def _check_validation_sampling(cfg: RunConfig, numbers: Numbers, facts: Facts) -
             "VAL_TEMPERATURE",
             (f"{where}.temperature", f"{where}.do_sample"),
             f"{where}.do_sample=true asks for sampling and {where}.temperature=0 for greedy. Set a temperature above "
-            "0, or "
-            "do_sample=false.",
+            "0, or do_sample=false.",
             "do_sample=true needs temperature > 0",
-        )
-    elif val.n > 1 and not val.do_sample:
-        yield Draft(
-            "VAL_IDENTICAL",
-            (f"{where}.n", f"{where}.do_sample"),
-            f"{where}.n={val.n} greedy responses to a prompt are identical. Set {where}.do_sample=true with a "
-            "temperature "
-            "above 0, or n=1.",
-            f"n {val.n} > 1 needs do_sample=true",
-            (Try(f"{where}.n", val.n, (1,)),),
         )
 
 

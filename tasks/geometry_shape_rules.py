@@ -168,10 +168,8 @@ def _check_gen_batch(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator
             "GEN_BATCH_SIZE",
             (GEN_BATCH, TRAIN_BATCH, "algorithm.filter_groups.enable"),
             f"{GEN_BATCH}={gen} and {TRAIN_BATCH}={train} both say how many prompts a step trains on (verl trains on "
-            f"{gen}). "
-            f"Leave {GEN_BATCH} out, or set algorithm.filter_groups.enable=true, which draws {gen} prompts at a time "
-            "until "
-            f"{train} groups are left.",
+            f"{gen}). Leave {GEN_BATCH} out, or set algorithm.filter_groups.enable=true, which draws {gen} prompts at "
+            f"a time until {train} groups are left.",
             f"without filtered groups {gen} must equal {train}",
             (Try(GEN_BATCH, gen, lower, upper),),
         )
@@ -194,15 +192,16 @@ def _check_mini_batch(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterato
     key, prompts = _batch_key(cfg)
     if mini > prompts:
         period = _mini_period(numbers)
+        largest = prompts // period * period
+        once = ", which means one update per step" if largest == prompts else ""
         yield Draft(
             "MINI_GT_BATCH",
             (MINI, key),
-            f"{MINI}={mini} is more than {key}={prompts}. Both count prompts, not sequences; the largest legal "
-            "mini-batch "
-            f"is the whole batch of {prompts}, which means one update per step.",
+            f"{MINI}={mini} is more than {key}={prompts}. Both count prompts, not sequences. The largest legal "
+            f"mini-batch is {largest}{once}.",
             f"{MINI} {mini} <= {key} {prompts}",
             (
-                Try(MINI, mini, range(prompts // period * period, 0, -period)),
+                Try(MINI, mini, range(largest, 0, -period)),
                 Try(key, prompts, (), multiples(_prompt_period(ranks, numbers), mini - 1)[1]),
             ),
         )
@@ -211,8 +210,7 @@ def _check_mini_batch(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterato
             "MINI_DIV",
             (MINI, SAMPLES, DEVICES),
             f"a mini-batch of {mini * n} sequences does not spread evenly over {ranks} data-parallel ranks (verl "
-            "rounds down "
-            f"to {mini * n // ranks} per rank and makes more updates than the keys say).",
+            f"rounds down to {mini * n // ranks} per rank and makes more updates than the keys say).",
             f"{MINI} {mini} prompts x {SAMPLES} {n} = {mini * n} sequences; {mini * n} % {ranks} = "
             f"{mini * n % ranks}, must be 0",
             (_mini_try(numbers), samples_try(numbers)),
@@ -301,8 +299,8 @@ def _check_micro_keys(
         yield Draft(
             "MICRO_GLOBAL_DIV",
             (global_key, key),
-            f"{global_key}={total} counts sequences over all ranks and does not spread over {ranks} of them. "
-            f"{key} says it per rank.",
+            f"{global_key}={total} counts sequences over all ranks and does not spread over {ranks} of them. {key} "
+            "says it per rank.",
             f"{total} % {ranks} = {total % ranks}, must be 0",
             (Try(global_key, total, lower, upper),),
         )
@@ -328,8 +326,7 @@ def _check_token_caps(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterato
             f"{key}={cap} is less than one sequence of full length, so the {name} may meet one that fits no "
             "micro-batch.",
             f"cap {cap} x sequence-parallel {numbers.sp_size} = {cut.token_budget} tokens; prompt "
-            f"{numbers.prompt_length} + response "
-            f"{numbers.response_length} = {cut.padded_sequence_tokens}, must fit",
+            f"{numbers.prompt_length} + response {numbers.response_length} = {cut.padded_sequence_tokens}, must fit",
             (Try(key, cap, (), (needed,)),),
         )
 

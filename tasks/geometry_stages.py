@@ -70,37 +70,37 @@ def _stored(
 
 def _prompts(numbers: Numbers) -> tuple[StageShape, ...]:
     shape = (numbers.gen_batch_prompts, numbers.prompt_length)
-    note = "gen_batch: one row per prompt"
+    note = "gen_batch"
     return (_stored("prompts", "prompt_ids", "int32", shape, None, "", note),)
 
 
 def _generate(numbers: Numbers) -> tuple[StageShape, ...]:
-    unit, rows, tokens = "rollout replica", numbers.sequences_per_gen_batch, numbers.response_length
+    unit, rows, tokens = "replica", numbers.sequences_per_gen_batch, numbers.response_length
     requests = _rows(numbers.sequences_per_rollout_replica)
     response = (requests, tokens) if requests else None
     prompts = _rows(numbers.prompts_per_rollout_replica)
     return (
         StageShape(
             "generate",
-            "prompts given to the engine",
+            "prompts",
             "int64",
             (numbers.gen_batch_prompts, numbers.prompt_length),
             (prompts, numbers.prompt_length) if prompts else None,
             unit,
             None,
-            f"each is sampled {numbers.samples_per_prompt} times",
+            f"{numbers.samples_per_prompt} samples each",
         ),
         _stored("generate", "response_ids", "int32", (rows, tokens), response, unit, "gen_batch_output"),
         _stored("generate", "rollout_log_probs", "float32", (rows, tokens), response, unit),
         StageShape(
             "generate",
-            "input_ids (prompt + response)",
+            "prompt + response",
             "int64",
             (rows, numbers.padded_sequence_tokens),
             (requests, numbers.padded_sequence_tokens) if requests else None,
             unit,
             None,
-            "never built or stored as a whole",
+            "never built as a whole",
         ),
     )
 
@@ -152,7 +152,7 @@ def _update(numbers: Numbers) -> tuple[StageShape, ...]:
             (share, tokens) if share else None,
             "rank",
             None,
-            f"{len(numbers.prompts_of_mini_batches)} mini-batches x {numbers.ppo_epochs} epochs",
+            f"{len(numbers.prompts_of_mini_batches)} per epoch",
         ),
         StageShape(
             "update",
@@ -162,7 +162,7 @@ def _update(numbers: Numbers) -> tuple[StageShape, ...]:
             _micro(numbers, cut),
             "micro-batch",
             None,
-            _times(cut, counts[0] if counts else None, "micro-batch") + " per mini-batch",
+            _times(cut, counts[0] if counts else None, "micro-batch") + " each",
         ),
         StageShape(
             "update",

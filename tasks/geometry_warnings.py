@@ -53,9 +53,8 @@ def _of_batches(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
             "SHORT_LAST_MINI_BATCH",
             (MINI, TRAIN_BATCH),
             f"{numbers.prompts_per_step} prompts are {len(sizes)} mini-batches, the last one shorter: {list(sizes)} "
-            f"prompts{per_rank}. "
-            "Each is divided by its own count, so the short one takes an optimizer step of full size on fewer "
-            "sequences.",
+            f"prompts{per_rank}. Each is divided by its own count, so the short one takes an optimizer step of full "
+            "size on fewer sequences.",
         )
     if numbers.on_policy:
         yield PlanWarning(
@@ -70,8 +69,7 @@ def _of_batches(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
             "FILTER_GROUPS",
             ("algorithm.filter_groups.enable", GEN_BATCH),
             f"a step makes as many generate calls of {numbers.gen_batch_prompts} prompts as it takes to keep "
-            f"{numbers.prompts_per_step} groups "
-            "with a signal; steps per epoch are the most there can be.",
+            f"{numbers.prompts_per_step} groups with a signal; steps per epoch are the most there can be.",
             "info",
         )
 
@@ -112,8 +110,7 @@ def _of_micro_batches(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterato
             "TOKEN_CAP_IS_REAL",
             (f"{ACTOR}.ppo_max_token_len_per_gpu",),
             f"at full length the cap makes {share[0]} micro-batches of a mini-batch; dividing tokens by the cap, as "
-            "verl does, "
-            f"makes {fewer[0]}, some of which exceed it.",
+            f"verl does, makes {fewer[0]}, some of which exceed it.",
             "info",
         )
 
@@ -191,12 +188,19 @@ def _of_sampling(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Pla
             "GREEDY_TRAINING", (f"{ROLLOUT}.temperature", f"{ROLLOUT}.do_sample"), "training responses are greedy."
         )
     val = rollout.val_kwargs
+    if val.n > 1 and (val.temperature == 0 or not val.do_sample):
+        yield PlanWarning(
+            "VAL_IDENTICAL",
+            (f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.do_sample"),
+            f"the {val.n} greedy responses to a validation prompt are identical. Set val_kwargs.do_sample=true with a "
+            "temperature above 0, or n=1.",
+        )
     if val.temperature > 0 and not val.do_sample:
         yield PlanWarning(
             "VAL_GREEDY",
             (f"{ROLLOUT}.val_kwargs.do_sample", f"{ROLLOUT}.val_kwargs.temperature"),
-            f"validation is greedy, whatever val_kwargs.temperature={val.temperature} says (verl samples at it). "
-            "Set val_kwargs.do_sample=true to sample.",
+            f"validation is greedy, whatever val_kwargs.temperature={val.temperature} says (verl samples at it). Set "
+            "val_kwargs.do_sample=true to sample.",
         )
 
 
@@ -224,8 +228,8 @@ def _of_duration(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Pla
             "TOTAL_STEPS",
             ("trainer.total_training_steps", "trainer.total_epochs"),
             f"trainer.total_training_steps={asked}, but {trainer.total_epochs} epochs of {per_epoch} steps are "
-            f"{available}: the run ends "
-            f"there, with its last validation and checkpoint. Raise trainer.total_epochs for more.",
+            f"{available}: the run ends there, with its last validation and checkpoint. Raise trainer.total_epochs "
+            "for more.",
         )
     optim, total = cfg.actor_rollout_ref.actor.optim, numbers.total_steps
     length = optim.total_training_steps if optim.total_training_steps > 0 else total

@@ -40,11 +40,13 @@ class Step:
         index: number of the step; 0 is before training.
         run: the run's folder, held for writing.
         cfg: the run's configuration.
+        validates: the policy after this step is validated as part of it.
     """
 
     index: int
     run: RunWriter
     cfg: RunConfig
+    validates: bool = False
 
     def open(
         self,

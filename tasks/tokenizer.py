@@ -51,7 +51,9 @@ def check_round_trip(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     back = tokenizer.decode(ids)
     if back != text:
-        raise TokenizerError(f"{type(tokenizer).__name__} does not give back what it is given: {text!r} became {back!r}")
+        raise TokenizerError(
+            f"{type(tokenizer).__name__} does not give back what it is given: {text!r} became {back!r}"
+        )
 
 
 def _source(model: ModelConfig) -> str:
@@ -99,8 +101,8 @@ def _as_the_file_says(tokenizer: Any, folder: Path) -> Any:
     plain = PreTrainedTokenizerFast.from_pretrained(folder)
     if _ids(plain, probe) != wanted:
         raise TokenizerError(
-            f"{folder}: the tokenizer gives other ids than its own tokenizer.json, as {type(tokenizer).__name__} and as "
-            f"{type(plain).__name__}. Save the tokenizer again with save_pretrained, or remove the extra files."
+            f"{folder}: the tokenizer gives other ids than its own tokenizer.json, as {type(tokenizer).__name__} and "
+            f"as {type(plain).__name__}. Save the tokenizer again with save_pretrained, or remove the extra files."
         )
     logger.warning(
         "%s: transformers chose %s for this folder, which gives other ids than its tokenizer.json; "

@@ -1,34 +1,16 @@
-"""Validation: responses to the held-out prompts by the policy after a step, scored like training responses."""
+"""Validation metrics: how the policy after a step does on the held-out prompts.
+
+The three stages are those of training, under the names `val_prompts`, `val_rollouts` and `val_rewards`.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from storage import Artifact, read_table
+from storage import Artifact, Ragged, read_table
 from tasks.config import RunConfig
-from tasks.generate import generate_validation
-from tasks.prompts import choose_validation_prompts
-from tasks.reward import reward_validation
-from tasks.stage import Step
-
-if TYPE_CHECKING:
-    from tasks.data import PreparedPrompts
-    from tasks.engines.protocol import RolloutEngine
-    from tasks.generate import Tokenizer
-    from tasks.rewards.pool import RewardPool
-
-
-def validate(
-    step: Step, dataset: PreparedPrompts, engine: RolloutEngine, tokenizer: Tokenizer, pool: RewardPool
-) -> dict[str, float]:
-    """Make the three validation artifacts of a step and return its metrics."""
-    prompts = choose_validation_prompts(step, dataset)
-    rollouts = generate_validation(step, prompts, engine, tokenizer)
-    rewards = reward_validation(step, prompts, rollouts, pool)
-    return validation_metrics(prompts, rollouts, rewards, step.cfg)
 
 
 def validation_metrics(prompts: Artifact, rollouts: Artifact, rewards: Artifact, cfg: RunConfig) -> dict[str, float]:
@@ -44,8 +26,8 @@ def validation_metrics(prompts: Artifact, rollouts: Artifact, rewards: Artifact,
         if known:
             metrics[f"val-core/{source}/reward/mean@{n}"] = float(np.mean(known))
         metrics[f"val-aux/{source}/no_verdict"] = float(len(values) - len(known))
-    lengths = [len(ids) for ids in read_table(rollouts, ["response_ids"])["response_ids"]]
-    metrics["val-aux/response_length/mean"] = float(np.mean(lengths))
+    lengths = Ragged.from_arrow(read_table(rollouts, ["response_ids"])["response_ids"]).lengths
+    metrics["val-aux/response_length/mean"] = float(lengths.mean())
     return metrics
 
 

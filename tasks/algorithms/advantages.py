@@ -30,7 +30,7 @@ class AdvantageInput:
         mask: N rows of bool over response tokens, true: the policy sampled the token.
         token_rewards: N rows, where KL is in the reward; None: the score at the last token.
         reward_parts: [N] score of each reward function by name, NaN where it does not apply. Read by gdpo.
-        greedy_score: [N] score of the greedy response to the same prompt. Read by remax.
+        greedy_score: [N] score of the greedy response to the same prompt, NaN without a verdict. Read by remax.
         old_log_probs: N rows. Read by optimal_token_baseline.
         sum_pi_squared: N rows, sum over the vocabulary of squared probabilities. Read by optimal_token_baseline.
         rollout_is_weights: N rows of importance weights. Read by optimal_token_baseline.
@@ -56,7 +56,12 @@ class AdvantageInput:
         if self.token_rewards is None:
             return score
         total = row_sums(self.token_rewards, self.token_rewards.values)
-        return np.where(np.isnan(score) | (self.mask.lengths == 0), score, total)
+        return np.where(np.isnan(score) | self.empty, score, total)
+
+    @property
+    def empty(self) -> np.ndarray:
+        """[N] bool, true: the response has no token that the policy sampled."""
+        return row_sums(self.mask, self.mask.values) == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +70,7 @@ class Advantages:
 
     Attributes:
         advantages: N rows float32, 0 outside the mask.
-        returns: N rows float32, 0 outside the mask.
+        returns: N rows float32.
         group_mean: [N] mean outcome of the group's verdicts; NaN: it has none.
         group_std: [N] their standard deviation, ddof 1; NaN: there are fewer than two.
         in_loss: [N] bool, false: no verdict, so the sample's tokens stay out of the loss.
@@ -151,57 +156,363 @@ def _within_rounding(value: np.ndarray, known: np.ndarray, number: np.ndarray) -
     return (high - low <= EQUAL_WITHIN * largest)[number]
 
 
-def grpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6) -> Advantages:
-    """Centre each outcome on its group's mean and divide by the group's deviation (GRPO, arXiv 2402.03300, eq. 4).
+# -------------------------------------------------------------------------------------------------- one per estimator
 
-    Without the division (`algorithm.norm_adv_by_std_in_grpo=false`) it is Dr. GRPO (arXiv 2503.20783).
+
+def grpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6) -> Advantages:
+    """Centre each outcome on its group's mean and divide by a standard deviation (GRPO, arXiv 2402.03300, section
+    4.1.2): (r - mean) / (std + epsilon).
+
+    `algorithm.norm_adv_by_std_in_grpo=false` does not divide: Dr. GRPO (arXiv 2503.20783). The deviation is the
+    group's, or with `algorithm.norm_adv_std_over=batch` that of all outcomes of the step (arXiv 2508.08221).
     """
-    groups = group_statistics(inputs.outcome, inputs.group)
+    outcome = inputs.outcome
+    groups = group_statistics(outcome, inputs.group)
     advantage = groups.centred
+    if cfg.norm_adv_by_std_in_grpo:
+        scale = groups.scale if cfg.norm_adv_std_over == "group" else _deviation(outcome[~np.isnan(outcome)])
+        advantage = advantage / (scale + epsilon)
+    return _same_for_every_token(inputs, groups, advantage)
+
+
+def grpo_passk(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6) -> Advantages:
+    """Only a group's best response learns, by its lead over the second best (Pass@k training, arXiv 2503.19595).
+
+    Raises:
+        ValueError: a group was sampled with one response.
+    """
+    outcome = inputs.outcome
+    groups = group_statistics(outcome, inputs.group)
+    if (groups.size < 2).any():
+        raise ValueError(
+            "algorithm.adv_estimator=grpo_passk compares the best two of a group, but a group has one response. "
+            "Set actor_rollout_ref.rollout.n to 2 or more"
+        )
+    advantage = np.zeros(len(outcome))
+    for number in range(int(groups.number.max(initial=-1)) + 1):
+        members = np.flatnonzero((groups.number == number) & ~np.isnan(outcome))
+        if len(members) >= 2 and not groups.equal[members[0]]:
+            second, best = members[np.argsort(outcome[members], kind="stable")[-2:]]
+            advantage[best] = outcome[best] - outcome[second]
     if cfg.norm_adv_by_std_in_grpo:
         advantage = advantage / (groups.scale + epsilon)
     return _same_for_every_token(inputs, groups, advantage)
 
 
-def _same_for_every_token(inputs: AdvantageInput, groups: Groups, advantage: np.ndarray) -> Advantages:
-    """Give each sampled token of a sample the sample's advantage."""
-    rows = broadcast(advantage, inputs.mask)
-    return _result(inputs, groups, rows, rows, relative=True)
+def rloo(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
+    """Compare each outcome with the mean of the group's others (RLOO, arXiv 2402.14740): (r - mean) * n / (n - 1)."""
+    groups = group_statistics(inputs.outcome, inputs.group)
+    others = np.maximum(groups.verdicts - 1, 1)
+    factor = np.where(groups.verdicts >= 2, groups.verdicts / others, 1.0)
+    return _same_for_every_token(inputs, groups, groups.centred * factor)
 
 
-def _result(
-    inputs: AdvantageInput, groups: Groups, advantages: np.ndarray, returns: np.ndarray, *, relative: bool
+def rloo_vectorized(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
+    """As rloo, but the only member of a group gets 0 instead of its outcome."""
+    groups = group_statistics(inputs.outcome, inputs.group)
+    factor = np.where(groups.verdicts >= 2, groups.verdicts / np.maximum(groups.verdicts - 1, 1), 0.0)
+    return _same_for_every_token(inputs, groups, groups.centred * factor)
+
+
+def opo(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
+    """Centre on the group's mean weighted by response length, sum(l * r) / sum(l) (OPO, arXiv 2505.23585)."""
+    outcome = inputs.outcome
+    groups = group_statistics(outcome, inputs.group)
+    length = row_sums(inputs.mask, inputs.mask.values) * ~np.isnan(outcome)
+    weighted = np.bincount(groups.number, weights=length * np.nan_to_num(outcome))
+    with np.errstate(invalid="ignore"):
+        baseline = (weighted / np.bincount(groups.number, weights=length))[groups.number]
+    baseline = np.where(np.isnan(baseline), groups.mean, baseline)
+    usable = ~np.isnan(outcome) & ~groups.equal & (groups.verdicts >= 2)
+    advantage = np.where(usable, outcome - baseline, np.where(groups.size == 1, groups.centred, 0.0))
+    return _same_for_every_token(inputs, groups, advantage)
+
+
+def gpg(inputs: AdvantageInput, cfg: AlgorithmConfig, *, f_norm: float = 1.0) -> Advantages:
+    """Centre on the group's mean and scale by all samples / those with an outcome other than 0 (GPG, arXiv
+    2504.02546)."""
+    outcome = inputs.outcome
+    groups = group_statistics(outcome, inputs.group)
+    known = outcome[~np.isnan(outcome)]
+    alpha = len(known) / max(int(np.count_nonzero(known)), 1)
+    return _same_for_every_token(inputs, groups, alpha * groups.centred / f_norm)
+
+
+def maxrl(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6) -> Advantages:
+    """Centre on the group's mean and divide by that mean, so that rare success weighs more (MaxRL, arXiv
+    2602.02710): (r - mean) / (mean + epsilon).
+
+    Meant for scores of 0 and above; the divisor keeps its sign and is no smaller than epsilon.
+    """
+    groups = group_statistics(inputs.outcome, inputs.group)
+    mean = np.where(groups.verdicts >= 2, groups.mean, 1.0) + np.where(groups.verdicts >= 2, epsilon, 0.0)
+    divisor = np.copysign(np.maximum(np.abs(mean), epsilon), mean)
+    return _same_for_every_token(inputs, groups, groups.centred / divisor)
+
+
+def reinforce_plus_plus(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
+    """Whiten the discounted returns over all sampled tokens of the step (REINFORCE++, arXiv 2501.03262).
+
+    No group is compared with itself, so that a sample learns without siblings. A token the policy did not sample has
+    no return, and no discount passes over it.
+    """
+    groups = group_statistics(inputs.outcome, inputs.group)
+    returns = discounted_returns(_token_rewards(inputs), inputs.mask, cfg.gamma)
+    usable = inputs.mask.values & ~np.isnan(inputs.outcome)[row_of_token(inputs.mask)]
+    return _result(inputs, groups, _whitened(returns, usable, inputs.mask), returns)
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
+    """Centre on the group's mean, then whiten over all sampled tokens of the step (arXiv 2501.03262).
+
+    Whitening moves all samples, those of groups with equal scores too.
+    """
+    groups = group_statistics(inputs.outcome, inputs.group)
+    tokens = broadcast(groups.centred, inputs.mask)
+    advantages = _whitened(tokens, _comparable_tokens(inputs, groups), inputs.mask)
+    return _result(inputs, groups, advantages, advantages)
+
+
+def remax(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
+    """Subtract the score of the greedy response to the same prompt (ReMax, arXiv 2310.10505).
+
+    A sample whose greedy response has no verdict gets 0.
+    """
+    assert inputs.greedy_score is not None, "remax needs greedy_score"
+    groups = group_statistics(inputs.outcome, inputs.group)
+    returns = rewards_to_go(_token_rewards(inputs), inputs.mask)
+    judged = ~np.isnan(inputs.outcome) & ~np.isnan(inputs.greedy_score)
+    baseline = np.nan_to_num(inputs.greedy_score)[row_of_token(inputs.mask)]
+    advantages = np.where(broadcast(judged, inputs.mask), returns - baseline, 0.0)
+    return _result(inputs, groups, advantages, returns)
+
+
+def gdpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6) -> Advantages:
+    """Normalise each reward function within the group, add them up, whiten over the step (GDPO, arXiv 2601.05242).
+
+    `algorithm.gdpo_reward_keys` chooses the functions, all by default, and `algorithm.gdpo_reward_weights` weighs them.
+    A function without a value for a sample adds 0 to it and leaves it out of its statistics.
+    """
+    names = cfg.gdpo_reward_keys or tuple(inputs.reward_parts)
+    if missing := [name for name in names if name not in inputs.reward_parts]:
+        raise ValueError(
+            f"algorithm.gdpo_reward_keys names {', '.join(missing)}, but the reward functions are "
+            f"{', '.join(inputs.reward_parts)}"
+        )
+    weights = cfg.gdpo_reward_weights or (1.0,) * len(names)
+    if len(weights) != len(names):
+        raise ValueError(f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(names)} rewards")
+    groups = group_statistics(inputs.outcome, inputs.group)
+    total = np.zeros(len(inputs.group))
+    for name, weight in zip(names, weights, strict=True):
+        part = group_statistics(np.where(np.isnan(inputs.outcome), np.nan, inputs.reward_parts[name]), inputs.group)
+        total += weight * part.centred / (part.scale + epsilon)
+    tokens = broadcast(total, inputs.mask)
+    advantages = _whitened(tokens, _comparable_tokens(inputs, groups), inputs.mask)
+    return _result(inputs, groups, advantages, advantages)
+
+
+def optimal_token_baseline(
+    inputs: AdvantageInput, cfg: AlgorithmConfig, *, handle_zero_tail: bool = True
 ) -> Advantages:
-    """Put flat per-token values together with what is known of their groups.
+    """Subtract a baseline of each position: the group's returns weighted by the squared gradient norm so far (OTB,
+    arXiv 2602.07078). Positions count all response tokens."""
+    everyone = np.ones(len(inputs.group), dtype=bool)
+    return _token_baseline(inputs, position_in_row(inputs.mask), everyone, handle_zero_tail)
+
+
+def tir_optimal_token_baseline(
+    inputs: AdvantageInput, cfg: AlgorithmConfig, *, handle_zero_tail: bool = True
+) -> Advantages:
+    """As optimal_token_baseline, for responses with tool output: positions count sampled tokens alone, and an empty
+    response is no member of its group."""
+    position = _running_sums(inputs.mask.values, inputs.mask).astype(np.int64) - inputs.mask.values
+    return _token_baseline(inputs, position, row_sums(inputs.mask, inputs.mask.values) > 0, handle_zero_tail)
+
+
+def _token_baseline(
+    inputs: AdvantageInput, position: np.ndarray, member: np.ndarray, handle_zero_tail: bool, epsilon: float = 1e-8
+) -> Advantages:
+    """Returns less sum(W * G) / (sum(W) + epsilon) over the group's members at each position.
+
+    W is the running sum of 1 - 2 p + sum of squared p over the vocabulary, the squared norm of the logits' gradient,
+    times the squared rollout-correction weight where there is one. The only member of a group has baseline 0.
 
     Args:
         inputs: the step's samples.
-        groups: their groups.
-        advantages: [tokens] flat values.
-        returns: [tokens] flat values.
-        relative: a group needs two different verdicts to carry a signal.
+        position: [tokens] what counts as the same place in two responses.
+        member: [N] bool, whether the sample takes part in its group.
+        handle_zero_tail: baseline 0 where a response is longer than all others of its group.
     """
+    assert inputs.old_log_probs is not None and inputs.sum_pi_squared is not None, "needs sum_pi_squared"
+    mask, row = inputs.mask.values, row_of_token(inputs.mask)
+    groups = group_statistics(inputs.outcome, inputs.group)
+    judged = member & ~np.isnan(inputs.outcome)
+    returns = rewards_to_go(_token_rewards(inputs), inputs.mask)
+    energy = 1 - 2 * np.exp(inputs.old_log_probs.values.astype(np.float64)) + inputs.sum_pi_squared.values
+    if inputs.rollout_is_weights is not None:
+        energy = energy * inputs.rollout_is_weights.values.astype(np.float64) ** 2
+    weight = _running_sums(energy * mask, inputs.mask) * mask * judged[row]
+    key = groups.number[row] * (int(position.max(initial=0)) + 1) + position
+    baseline = (np.bincount(key, weights=returns * weight) / (np.bincount(key, weights=weight) + epsilon))[key]
+    rounding = groups.equal[row] & (np.abs(returns - baseline) <= EQUAL_WITHIN * np.abs(returns))
+    baseline = np.where(rounding, returns, baseline)
+    members = np.bincount(groups.number, weights=judged)[groups.number][row]
+    tail = handle_zero_tail & (position >= _compared_length(inputs.mask, groups, judged)[row])
+    lost = (groups.verdicts < 2) & (groups.size >= 2)
+    advantages = returns - np.where((members < 2) | tail, 0.0, baseline)
+    return _result(inputs, groups, np.where(mask & (judged & ~lost)[row], advantages, 0.0), returns)
+
+
+def _compared_length(mask: Ragged, groups: Groups, judged: np.ndarray) -> np.ndarray:
+    """[N] sampled tokens of the group's second longest response, for its longest one; infinite for all others."""
+    length = np.where(judged, row_sums(mask, mask.values), -1)
+    limit = np.full(len(length), np.inf)
+    for number in range(int(groups.number.max(initial=-1)) + 1):
+        members = np.flatnonzero((groups.number == number) & judged)
+        if len(members) >= 2:
+            second, longest = members[np.argsort(length[members], kind="stable")[-2:]]
+            if length[longest] > length[second]:
+                limit[longest] = length[second]
+    return limit
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "grpo": grpo,
+    "grpo_vectorized": grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "rloo_vectorized": rloo_vectorized,
+    "opo": opo,
+    "gpg": gpg,
+    "maxrl": maxrl,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "gdpo": gdpo,
+    "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": tir_optimal_token_baseline,
+}
+"""By `algorithm.adv_estimator`."""
+
+RELATIVE = frozenset(ADVANTAGES) - {"reinforce_plus_plus", "remax"}
+"""Estimators that compare a sample with its siblings: `rollout.n` must be 2 or more."""
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "remax": ("greedy_score",),
+    "gdpo": ("reward_parts",),
+    "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
+    "tir_optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
+}
+"""Fields of AdvantageInput, beyond those that every step has, that an estimator reads."""
+
+
+# ---------------------------------------------------------------------------------------------------------- the pieces
+
+
+def _same_for_every_token(inputs: AdvantageInput, groups: Groups, advantage: np.ndarray) -> Advantages:
+    """Give each sampled token of a sample the sample's advantage."""
+    rows = broadcast(advantage, inputs.mask)
+    return _result(inputs, groups, rows, rows)
+
+
+def _result(inputs: AdvantageInput, groups: Groups, advantages: np.ndarray, returns: np.ndarray) -> Advantages:
+    """Put flat per-token values together with what is known of their groups; samples without a verdict get 0."""
     verdict = ~np.isnan(inputs.outcome)
-    reasons: list[str | None] = []
-    for row in range(len(verdict)):
-        if not verdict[row]:
-            reasons.append("no verdict")
-        elif inputs.mask.lengths[row] == 0:
-            reasons.append("empty response")
-        elif relative and groups.verdicts[row] < 2 <= groups.size[row]:
-            reasons.append("fewer than two verdicts in the group")
-        elif relative and groups.equal[row]:
-            reasons.append("equal scores in the group")
-        else:
-            reasons.append(None)
+    known = verdict[row_of_token(inputs.mask)]
+    advantages, returns = (np.where(known, values, 0.0).astype(np.float32) for values in (advantages, returns))
+    silent = row_sums(inputs.mask, advantages != 0) == 0
+    conditions = [~verdict, inputs.empty, ~silent, groups.verdicts < 2, groups.equal]
+    reasons = ["no verdict", "empty response", "", "fewer than two verdicts in the group", "equal scores in the group"]
+    why = np.select(conditions, reasons, default="its advantage is 0")
     return Advantages(
-        advantages=Ragged(advantages.astype(np.float32), inputs.mask.offsets),
-        returns=Ragged(returns.astype(np.float32), inputs.mask.offsets),
+        advantages=Ragged(advantages, inputs.mask.offsets),
+        returns=Ragged(returns, inputs.mask.offsets),
         group_mean=groups.mean,
         group_std=groups.std,
         in_loss=verdict,
-        no_signal=reasons,
+        no_signal=[reason or None for reason in why.tolist()],
     )
+
+
+def _token_rewards(inputs: AdvantageInput) -> np.ndarray:
+    """[tokens] float64 reward of each token; 0 for samples without a verdict."""
+    known = ~np.isnan(inputs.outcome)
+    if inputs.token_rewards is not None:
+        return np.where(known[row_of_token(inputs.mask)], inputs.token_rewards.values.astype(np.float64), 0.0)
+    rewards = np.zeros(len(inputs.mask.values))
+    for row in np.flatnonzero(known).tolist():
+        sampled = np.flatnonzero(inputs.mask[row])
+        if len(sampled):
+            rewards[inputs.mask.offsets[row] + sampled[-1]] = inputs.score[row]
+    return rewards
+
+
+def discounted_returns(rewards: np.ndarray, mask: Ragged, gamma: float) -> np.ndarray:
+    """[tokens] float64 reward of each sampled token and of those after it, discounted by gamma a token; 0 elsewhere."""
+    returns = np.zeros(len(rewards))
+    for row, start in enumerate(mask.offsets[:-1]):
+        running = 0.0
+        for place in start + np.flatnonzero(mask[row])[::-1]:
+            running = rewards[place] + gamma * running
+            returns[place] = running
+    return returns
+
+
+def rewards_to_go(rewards: np.ndarray, mask: Ragged) -> np.ndarray:
+    """[tokens] float64 reward of each token's place and of the sampled tokens after it, outside the mask too."""
+    sampled = np.where(mask.values, rewards, 0.0)
+    total = row_sums(mask, sampled)[row_of_token(mask)]
+    return total - _running_sums(sampled, mask) + sampled
+
+
+def _running_sums(values: np.ndarray, rows: Ragged) -> np.ndarray:
+    """[tokens] sum of each value and those before it in its row."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    return total[1:] - total[rows.offsets[:-1]][row_of_token(rows)]
+
+
+def _comparable_tokens(inputs: AdvantageInput, groups: Groups) -> np.ndarray:
+    """[tokens] bool: sampled tokens of samples that have a verdict and somebody to be compared with."""
+    comparable = ~np.isnan(inputs.outcome) & ((groups.verdicts >= 2) | (groups.size == 1))
+    return inputs.mask.values & comparable[row_of_token(inputs.mask)]
+
+
+def _whitened(values: np.ndarray, usable: np.ndarray, mask: Ragged) -> np.ndarray:
+    """[tokens] the usable values whitened, 0 elsewhere and where fewer than two are usable.
+
+    Raises:
+        ValueError: the step has no sampled token at all.
+    """
+    if not mask.values.any():
+        raise ValueError("the step's responses hold no sampled token, so that no advantage can be whitened")
+    whitened = np.zeros(len(values))
+    if usable.sum() >= 2:
+        whitened[usable] = whiten(values[usable])
+    return whitened
+
+
+def whiten(values: np.ndarray) -> np.ndarray:
+    """Values with mean 0 and variance 1 (ddof 1, with 1e-8 added to it); equal values give exactly 0.
+
+    Raises:
+        ValueError: fewer than two values.
+    """
+    if len(values) < 2:
+        raise ValueError(f"{len(values)} values have no variance")
+    if np.ptp(values) <= EQUAL_WITHIN * np.abs(values).max():
+        return np.zeros(len(values))
+    return (values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
+
+
+def _deviation(values: np.ndarray) -> float:
+    """Standard deviation with ddof 1; 1 for fewer than two values."""
+    return float(values.std(ddof=1)) if len(values) >= 2 else 1.0
+
+
+def position_in_row(rows: Ragged) -> np.ndarray:
+    """[tokens] place of each value in its row, from 0."""
+    return np.arange(len(rows.values)) - rows.offsets[:-1][row_of_token(rows)]
 
 
 def row_of_token(rows: Ragged) -> np.ndarray:
@@ -217,9 +528,3 @@ def row_sums(rows: Ragged, values: np.ndarray) -> np.ndarray:
 def broadcast(per_row: np.ndarray, mask: Ragged) -> np.ndarray:
     """[tokens] a value of each row, repeated over its tokens; 0 outside the mask."""
     return np.where(mask.values, per_row[row_of_token(mask)], 0.0)
-
-
-ADVANTAGES: dict[str, Estimator] = {
-    "grpo": grpo,
-}
-"""By `algorithm.adv_estimator`."""

@@ -56,7 +56,7 @@ def count_totals(row_tokens: np.ndarray, group: np.ndarray) -> Totals:
 def row_weights(totals: Totals, mode: LossAggregation, *, scale: float) -> np.ndarray:
     """The weight of each sequence's summed token losses.
 
-    Modes: token-mean (DAPO, arXiv 2503.14476, eq. 8), seq-mean-token-mean (GRPO, arXiv 2402.03300, eq. 3),
+    Modes: token-mean (DAPO, arXiv 2503.14476, eq. 12), seq-mean-token-mean (GRPO, arXiv 2402.03300, eq. 3),
     seq-mean-token-sum-norm (Dr. GRPO, arXiv 2503.20783, a constant divisor), prompt-mean (the token mean of each
     prompt's sequences, then the mean over prompts).
 

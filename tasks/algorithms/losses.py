@@ -2,23 +2,30 @@
 
 A loss function sees one micro-batch and returns the loss of every token and, under its metrics' names, a value of every
 token whose mean over the mini-batch's loss tokens is the metric (`actor/<name>` in tracking). Sums of both add up over
-micro-batches and ranks. What depends on the whole mini-batch is worked out once per optimizer step by
-`prepare_mini_batch`.
+micro-batches and ranks. What depends on the whole mini-batch is worked out once per optimizer step:
+
+    batch = mini-batch of M rows, log_probs from a forward pass without gradient if needs_current_log_probs(…)
+    batch = prepare_mini_batch(batch, …)            # mask, weights, selection; then count_totals(batch.mask.sum(-1), …)
+    why_skipped(batch)                              # None, or why there is no optimizer step to make
+    policy_loss(…)(micro-batch of those rows, actor)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from tasks.config import ActorConfig
+from storage.ragged import Ragged
+from tasks.algorithms.correction import correct, mean_weight
+from tasks.config import ActorConfig, LossAggregation, RolloutCorrectionConfig
 
 MAX_LOG_RATIO = 20.0
 """Log ratios of new to old probability are held within this, so that the ratio stays finite in float32."""
 MAX_SEQUENCE_LOG_RATIO = 10.0
-"""The same for gspo's sequence ratio."""
+"""The same for the ratio of a whole sequence, where there is no lower bound."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +38,7 @@ class LossBatch:
         advantages: [B, R].
         mask: [B, R] bool, true: the token takes part in the loss. Padding must be finite in all tensors.
         rollout_is_weights: [B, R] importance weights for the gap between sampler and trainer; None: all 1.
+        selected: [B, R] bool, the tokens that `prepare_mini_batch` chose; None: the loss chooses none.
     """
 
     log_probs: torch.Tensor
@@ -38,64 +46,59 @@ class LossBatch:
     advantages: torch.Tensor
     mask: torch.Tensor
     rollout_is_weights: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
 
 
 TokenMetrics = dict[str, torch.Tensor]
 PolicyLoss = Callable[[LossBatch, ActorConfig], tuple[torch.Tensor, TokenMetrics]]
+Selection = Callable[[LossBatch, ActorConfig], torch.Tensor]
+
+
+# ------------------------------------------------------------------------------------------------------- one per mode
 
 
 def vanilla(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, eq. 10) and the
-    dual clip (arXiv 1912.09729, eq. 5): with a negative advantage, the ratio counts as `clip_ratio_c` at most."""
+    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, eq. 10) and
+    the dual clip (arXiv 1912.09729): with a negative advantage, the ratio counts as `clip_ratio_c` at most."""
     ratio, log_ratio = probability_ratio(batch)
-    free = -batch.advantages * ratio
-    held = -batch.advantages * ratio.clamp(1 - actor.clip_low, 1 + actor.clip_high)
+    free, held = clipped_surrogate(ratio, batch.advantages, actor)
     clipped = torch.maximum(free, held)
     ceiling = -batch.advantages * actor.clip_ratio_c
     negative = batch.advantages < 0
     loss = torch.where(negative, torch.minimum(ceiling, clipped), clipped)
-    metrics = {
-        "pg_clipfrac": held > free,
-        "pg_clipfrac_lower": negative & (clipped > ceiling),
-        "ppo_kl": -log_ratio,
-    }
-    return weighted(loss, batch), as_floats(metrics)
+    return weighted(loss, batch), token_metrics(-log_ratio, held > free, negative & (clipped > ceiling))
 
 
 def gspo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
-    """The sequence's geometric-mean ratio, clipped; each token carries its gradient (GSPO-token, arXiv 2507.18071,
-    eqs. 12 to 14). Meant for small clip ranges, such as 3e-4 and 4e-4, and `seq-mean-token-mean`."""
+    """PPO's clip on the geometric mean of a sequence's ratios, whose gradient each token carries (GSPO-token, arXiv
+    2507.18071, section 4.3). Meant for narrow clip ranges, such as 3e-4 and 4e-4, and `seq-mean-token-mean`."""
     log_ratio = batch.log_probs - batch.old_log_probs
     sequence = sequence_mean(log_ratio, batch.mask).unsqueeze(-1)
-    combined = batch.log_probs - batch.log_probs.detach() + sequence.detach()
-    ratio = combined.clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
-    free = -batch.advantages * ratio
-    held = -batch.advantages * ratio.clamp(1 - actor.clip_low, 1 + actor.clip_high)
-    metrics = {"pg_clipfrac": held > free, "pg_clipfrac_lower": torch.zeros_like(free), "ppo_kl": -log_ratio}
-    return weighted(torch.maximum(free, held), batch), as_floats(metrics)
+    held_log = (batch.log_probs - batch.log_probs.detach() + sequence.detach()).clamp(max=MAX_SEQUENCE_LOG_RATIO)
+    free, held = clipped_surrogate(held_log.exp(), batch.advantages, actor)
+    return weighted(torch.maximum(free, held), batch), token_metrics(-log_ratio, held > free)
 
 
 def sapo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
-    """A soft gate 4/tau * sigmoid(tau * (ratio - 1)) in place of the clip (SAPO, arXiv 2511.20347, eqs. 5 and 6)."""
+    """A soft gate, 4 / tau * sigmoid(tau * (ratio - 1)), in place of the clip (SAPO, arXiv 2511.20347)."""
     ratio, log_ratio = probability_ratio(batch)
-    tau = torch.where(batch.advantages > 0, actor.policy_loss.tau_pos, actor.policy_loss.tau_neg).to(ratio.dtype)
+    positive, others = (ratio.new_tensor(tau) for tau in (actor.policy_loss.tau_pos, actor.policy_loss.tau_neg))
+    tau = torch.where(batch.advantages > 0, positive, others)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    zero = torch.zeros_like(ratio)
-    metrics = {"pg_clipfrac": zero, "pg_clipfrac_lower": zero, "ppo_kl": -log_ratio}
-    return weighted(-gate * batch.advantages, batch), as_floats(metrics)
+    return weighted(-gate * batch.advantages, batch), token_metrics(-log_ratio)
 
 
 def cispo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
-    """REINFORCE weighted by the clipped ratio, which carries no gradient (CISPO, arXiv 2506.13585, eqs. 4 and 5)."""
+    """REINFORCE weighted by the clipped ratio, which carries no gradient (CISPO, MiniMax-M1, arXiv 2506.13585)."""
     ratio, log_ratio = probability_ratio(batch)
     held = ratio.clamp(1 - actor.clip_low, 1 + actor.clip_high)
-    metrics = {"pg_clipfrac": held != ratio, "pg_clipfrac_lower": torch.zeros_like(ratio), "ppo_kl": -log_ratio}
-    return weighted(-held.detach() * batch.advantages * batch.log_probs, batch), as_floats(metrics)
+    loss = -held.detach() * batch.advantages * batch.log_probs
+    return weighted(loss, batch), token_metrics(-log_ratio, held != ratio)
 
 
 def geo_mean(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
-    """Geometric mean of the ratios, each clipped in log space on the side that its advantage moves to (GMPO, arXiv
-    2507.20673, eq. 4). One loss for the sequence, held by each of its tokens; aggregated as a mean over sequences."""
+    """Geometric mean of a sequence's ratios, each clipped in log space on the side its advantage moves to (GMPO, arXiv
+    2507.20673). The sequence has one loss, which each of its tokens holds: aggregation is the mean over sequences."""
     log_ratio = batch.log_probs - batch.old_log_probs
     held = log_ratio.clamp(-actor.clip_low, actor.clip_high)
     sign = batch.advantages.sign()
@@ -105,71 +108,80 @@ def geo_mean(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenM
     if batch.rollout_is_weights is not None:
         loss = loss * sequence_mean((batch.rollout_is_weights + 1e-10).log(), batch.mask).exp()
     outside = held != log_ratio
-    metrics = {
-        "pg_clipfrac": outside & (batch.advantages > 0),
-        "pg_clipfrac_lower": outside & (batch.advantages < 0),
-        "ppo_kl": -log_ratio,
-    }
-    return loss.unsqueeze(-1).expand_as(log_ratio), as_floats(metrics)
+    metrics = token_metrics(-log_ratio, outside & (batch.advantages > 0), outside & (batch.advantages < 0))
+    return loss.unsqueeze(-1).expand_as(log_ratio), metrics
 
 
 def gpg(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
-    """The plain policy gradient, -advantage * log-prob (GPG, arXiv 2504.02546, eq. 5)."""
+    """The plain policy gradient, -advantage * log-prob, without a ratio (GPG, arXiv 2504.02546)."""
     return weighted(-batch.log_probs * batch.advantages, batch), {}
 
 
 def reinforce(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
-    """REINFORCE with importance weights in place of a ratio (arXiv 2402.14740, eq. 5)."""
-    metrics = {"ppo_kl": batch.old_log_probs - batch.log_probs}
-    return weighted(-batch.log_probs * batch.advantages, batch), as_floats(metrics)
+    """The policy gradient with importance weights, which carry no gradient, in place of a ratio (Williams 1992)."""
+    loss = weighted(-batch.log_probs * batch.advantages, batch)
+    return loss, {"ppo_kl": (batch.old_log_probs - batch.log_probs).detach()}
+
+
+def dro(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
+    """The policy gradient with a quadratic pull to the old policy, beta / 2 * (log ratio)^2 (DRO, arXiv 2405.19107)."""
+    beta = actor.policy_loss.dro_beta
+    if beta is None:
+        raise ValueError(
+            "actor_rollout_ref.actor.policy_loss.loss_mode=dro needs actor.policy_loss.dro_beta, such as 0.1"
+        )
+    log_ratio = batch.log_probs - batch.old_log_probs
+    loss = -batch.advantages * batch.log_probs + 0.5 * beta * log_ratio.square()
+    return weighted(loss, batch), {"ppo_kl": -log_ratio.detach()}
 
 
 def dppo_tv(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
-    """Mask by the difference of probabilities, a bound on total variation (DPPO)."""
+    """Drop a token that has moved too far the way its advantage points, by total variation between "this token" and
+    "another one" (DPPO, arXiv 2602.04879). The clip ranges are bounds on |p_new - p_old|."""
     gap = batch.log_probs.exp() - batch.old_log_probs.exp()
-    return _masked_by_divergence(batch, actor, gap <= actor.clip_high, gap >= -actor.clip_low)
+    return _divergence_masked(batch, actor, gap <= actor.clip_high, gap >= -actor.clip_low)
 
 
 def dppo_kl(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
-    """Mask by the binary KL."""
-    p, q = batch.log_probs.exp(), batch.old_log_probs.exp()
-    kl = q * (batch.old_log_probs - batch.log_probs) + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
-    return _masked_by_divergence(
-        batch, actor, (kl <= actor.clip_high) | (p <= q), (kl <= actor.clip_low) | (p >= q)
+    """As dppo_tv, by the binary KL(old || new) (DPPO, arXiv 2602.04879). The clip ranges are bounds in nats."""
+    new, old = batch.log_probs.exp(), batch.old_log_probs.exp()
+    others = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
+    kl = old * (batch.old_log_probs - batch.log_probs) + (1 - old) * others
+    return _divergence_masked(
+        batch, actor, (kl <= actor.clip_high) | (new <= old), (kl <= actor.clip_low) | (new >= old)
     )
 
 
-def _masked_by_divergence(
-    batch: LossBatch, actor: ActorConfig, keep_positive: torch.Tensor, keep_negative: torch.Tensor
+def _divergence_masked(
+    batch: LossBatch, actor: ActorConfig, keep_positive: torch.Tensor, keep_others: torch.Tensor
 ) -> tuple[torch.Tensor, TokenMetrics]:
+    """REINFORCE over the kept tokens, weighted by the ratio up to `clip_ratio_c`, which carries no gradient."""
     ratio, log_ratio = probability_ratio(batch)
-    keep = torch.where(batch.advantages > 0, keep_positive, keep_negative)
+    keep = torch.where(batch.advantages > 0, keep_positive, keep_others)
     held = ratio.clamp(max=actor.clip_ratio_c).detach()
-    loss = -batch.advantages * held * batch.log_probs * keep
-    metrics = {"pg_clipfrac": ~keep, "pg_clipfrac_lower": torch.zeros_like(ratio), "ppo_kl": -log_ratio}
-    return weighted(loss, batch), as_floats(metrics)
+    loss = torch.where(keep, -batch.advantages * held * batch.log_probs, torch.zeros_like(ratio))
+    return weighted(loss, batch), token_metrics(-log_ratio, ~keep, keep & (ratio > actor.clip_ratio_c))
 
 
-def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B] mean of [B, R] values over each row's mask; 0 for an empty row."""
-    kept = torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
-    return kept.sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
+def clip_cov(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
+    """PPO's clip, less the selected tokens, whose covariance of advantage and log-prob drives the entropy down
+    (Clip-Cov, arXiv 2505.22617). `pg_clipfrac` is the selected share."""
+    assert batch.selected is not None, "clip_cov needs prepare_mini_batch"
+    ratio, log_ratio = probability_ratio(batch)
+    loss = torch.maximum(*clipped_surrogate(ratio, batch.advantages, actor)) * ~batch.selected
+    return weighted(loss, batch), {
+        "pg_clipfrac": batch.selected.float(),
+        "ppo_kl": -log_ratio.detach(),
+    }
 
 
-def probability_ratio(batch: LossBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, R] (ratio of new to old probability of each token, its logarithm), the latter within +-20."""
+def kl_cov(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
+    """The unclipped surrogate, with |log ratio| as a penalty on the selected tokens (KL-Cov, arXiv 2505.22617).
+    `ppo_kl` is the mean absolute log ratio."""
+    assert batch.selected is not None, "kl_cov needs prepare_mini_batch"
     log_ratio = (batch.log_probs - batch.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio.exp(), log_ratio
-
-
-def weighted(loss: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-    """[B, R] loss times the rollout-correction weights, where there are any."""
-    return loss if batch.rollout_is_weights is None else loss * batch.rollout_is_weights
-
-
-def as_floats(metrics: TokenMetrics) -> TokenMetrics:
-    """Metrics without gradient, flags as 0 and 1."""
-    return {name: value.detach().float() for name, value in metrics.items()}
+    penalty = actor.policy_loss.ppo_kl_coef * log_ratio.abs() * batch.selected
+    return weighted(-batch.advantages * log_ratio.exp() + penalty, batch), {"ppo_kl": log_ratio.detach().abs()}
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -180,7 +192,189 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "geo_mean": geo_mean,
     "gpg": gpg,
     "reinforce": reinforce,
+    "dro": dro,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
 }
 """By `actor_rollout_ref.actor.policy_loss.loss_mode`."""
+
+OWN_AGGREGATION: dict[str, LossAggregation] = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
+"""Losses that fix how they are aggregated, whatever `actor.loss_agg_mode` says."""
+
+
+# ----------------------------------------------------------------------------------- what the whole mini-batch decides
+
+
+def select_clip_cov(batch: LossBatch, actor: ActorConfig) -> torch.Tensor:
+    """[M, R] bool: up to `clip_cov_ratio` of the tokens among those whose covariance lies within the band and which
+    PPO's clip does not hold already (arXiv 2505.22617, Clip-Cov).
+
+    The paper draws them at random. Here a fixed key of each token's old log-prob stands in for the draw, so that the
+    choice depends on no random state, no order of rows and no cut.
+    """
+    ratio, _ = probability_ratio(batch)
+    free, held = clipped_surrogate(ratio, batch.advantages, actor)
+    covariance = _covariance(batch)
+    cfg = actor.policy_loss
+    candidates = batch.mask & (held <= free) & (covariance > cfg.clip_cov_lb) & (covariance < cfg.clip_cov_ub)
+    wanted = max(int(cfg.clip_cov_ratio * int(batch.mask.sum())), 1)
+    draw = (batch.old_log_probs.double() * 618033988.7498949).frac().abs()
+    return _largest(torch.where(candidates, draw, -1.0), min(wanted, int(candidates.sum())))
+
+
+def select_kl_cov(batch: LossBatch, actor: ActorConfig) -> torch.Tensor:
+    """[M, R] bool: the `kl_cov_ratio` of the tokens, at least one, with the largest covariance (arXiv 2505.22617)."""
+    tokens = int(batch.mask.sum())
+    if actor.policy_loss.kl_cov_ratio == 0 or tokens == 0:
+        return torch.zeros_like(batch.mask)
+    covariance = torch.where(batch.mask, _covariance(batch).double(), -torch.inf)
+    return _largest(covariance, max(int(tokens * actor.policy_loss.kl_cov_ratio), 1))
+
+
+def _covariance(batch: LossBatch) -> torch.Tensor:
+    """[M, R] (advantage - mean) * (log-prob - mean), means over all tokens of the mini-batch."""
+    return (batch.advantages - batch.advantages[batch.mask].mean()) * (
+        batch.log_probs - batch.log_probs[batch.mask].mean()
+    )
+
+
+def _largest(values: torch.Tensor, number: int) -> torch.Tensor:
+    """True at the `number` largest values; the first of equals."""
+    chosen = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
+    chosen[values.flatten().sort(descending=True, stable=True).indices[:number]] = True
+    return chosen.view_as(values)
+
+
+SELECTIONS: dict[str, Selection] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
+"""Losses that choose tokens out of the whole mini-batch, by `loss_mode`."""
+
+
+def policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig) -> PolicyLoss:
+    """The loss in force: `loss_mode`, or in bypass mode the one of `rollout_correction.loss_type`.
+
+    Raises:
+        ValueError: no such loss.
+    """
+    mode = loss_mode(actor, correction)
+    if mode not in POLICY_LOSSES:
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={mode!r} is unknown; there are {', '.join(POLICY_LOSSES)}"
+        )
+    return POLICY_LOSSES[mode]
+
+
+def loss_mode(actor: ActorConfig, correction: RolloutCorrectionConfig) -> str:
+    """Name of the loss in force."""
+    if correction.bypass_mode:
+        return {"ppo_clip": "vanilla", "reinforce": "reinforce"}[correction.loss_type]
+    return actor.policy_loss.loss_mode
+
+
+def aggregation_mode(actor: ActorConfig, correction: RolloutCorrectionConfig) -> LossAggregation:
+    """How the policy loss in force is aggregated: by its own rule, else by `actor.loss_agg_mode`."""
+    return OWN_AGGREGATION.get(loss_mode(actor, correction), actor.loss_agg_mode)
+
+
+def needs_current_log_probs(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
+    """Whether `prepare_mini_batch` needs the log-probs of the policy as it is at this optimizer step, which costs a
+    forward pass over the mini-batch; otherwise it may get the old ones."""
+    corrected = correction.rollout_is is not None or correction.rollout_rs is not None
+    return loss_mode(actor, correction) in SELECTIONS or (correction.bypass_mode and corrected)
+
+
+def prepare_mini_batch(batch: LossBatch, actor: ActorConfig, correction: RolloutCorrectionConfig) -> LossBatch:
+    """Settle what depends on the whole mini-batch; its rows are then cut into micro-batches.
+
+    In bypass mode the old log-probs are the sampler's: weights and rejection come from the current policy here, and the
+    weights reach the loss with `loss_type=reinforce` alone, for PPO's ratio holds them already. Weights are divided by
+    their mean over the mask that comes in, where `rollout_is_batch_normalize` asks for it.
+
+    Args:
+        batch: all M rows of the global mini-batch; see `needs_current_log_probs`.
+        actor: `actor_rollout_ref.actor`.
+        correction: `algorithm.rollout_correction`.
+
+    Returns:
+        The batch with its final mask, weights and selection.
+    """
+    with torch.no_grad():
+        weights, mask = batch.rollout_is_weights, batch.mask
+        if correction.bypass_mode and needs_current_log_probs(actor, correction) and bool(mask.any()):
+            weights, mask = _correct_in_bypass(batch, correction)
+        if weights is not None and correction.rollout_is is not None and correction.rollout_is_batch_normalize:
+            mean = mean_weight(_flat(weights), _ragged(batch.mask), correction.rollout_is) if batch.mask.any() else 1.0
+            weights = weights / mean
+        if correction.bypass_mode and correction.loss_type == "ppo_clip":
+            weights = None
+        batch = replace(batch, mask=mask, rollout_is_weights=weights)
+        select = SELECTIONS.get(loss_mode(actor, correction))
+        return batch if select is None else replace(batch, selected=select(batch, actor))
+
+
+def _correct_in_bypass(
+    batch: LossBatch, correction: RolloutCorrectionConfig
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    mask = _ragged(batch.mask)
+    sampled, current = (Ragged(_flat(rows), mask.offsets) for rows in (batch.old_log_probs, batch.log_probs))
+    result = correct(sampled, current, mask, correction)
+    kept = torch.from_numpy(result.mask.values).view_as(batch.mask).to(batch.mask.device)
+    if result.weights is None:
+        return None, kept
+    return torch.from_numpy(result.weights.values).view_as(batch.mask).to(batch.log_probs), kept
+
+
+def _flat(rows: torch.Tensor) -> np.ndarray:
+    return rows.detach().double().cpu().numpy().reshape(-1)
+
+
+def _ragged(mask: torch.Tensor) -> Ragged:
+    return Ragged.from_lengths(mask.cpu().numpy().reshape(-1), np.full(mask.shape[0], mask.shape[1]))
+
+
+def why_skipped(batch: LossBatch) -> str | None:
+    """Why a prepared mini-batch has nothing to learn from, so that no optimizer step is made; None: it has."""
+    if not batch.mask.any():
+        return "no token is in the loss"
+    if batch.rollout_is_weights is not None and not batch.rollout_is_weights[batch.mask].any():
+        return "all importance weights are 0"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------- the pieces
+
+
+def probability_ratio(batch: LossBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, R] (ratio of new to old probability of each token, its logarithm), the latter within +-20."""
+    log_ratio = (batch.log_probs - batch.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.exp(), log_ratio
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, actor: ActorConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, R] (PPO's loss with the ratio as it is, with the clipped one); the larger of the two is the loss."""
+    return -advantages * ratio, -advantages * ratio.clamp(1 - actor.clip_low, 1 + actor.clip_high)
+
+
+def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B] mean of [B, R] values over each row's mask; 0 for an empty row."""
+    return torch.where(mask, values, torch.zeros_like(values)).sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
+
+
+def weighted(loss: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+    """[B, R] loss times the rollout-correction weights, where there are any."""
+    return loss if batch.rollout_is_weights is None else loss * batch.rollout_is_weights
+
+
+def token_metrics(
+    kl: torch.Tensor, clipped: torch.Tensor | None = None, clipped_lower: torch.Tensor | None = None
+) -> TokenMetrics:
+    """verl's three metrics as [B, R] values without gradient; None: no token is clipped."""
+    none = torch.zeros_like(kl, dtype=torch.bool)
+    return {
+        "pg_clipfrac": (none if clipped is None else clipped).float(),
+        "pg_clipfrac_lower": (none if clipped_lower is None else clipped_lower).float(),
+        "ppo_kl": kl.detach(),
+    }

@@ -1,0 +1,11 @@
+"""`make bench`: run every benchmark, each in a process of its own, and print what it prints."""
+
+import subprocess
+import sys
+
+BENCHMARKS = ("artifact_rates", "step_by_stage", "overhead", "memory")
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or BENCHMARKS:
+        print(f"\n## {name}", flush=True)
+        subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

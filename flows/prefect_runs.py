@@ -1,0 +1,502 @@
+"""Flow runs in Prefect at the least cost: the training thread never waits for the server, but for a flow run's id.
+
+Prefect's own engine runs the flows and tasks. It gets a client that answers from memory, and what it would tell the
+server goes there in order, on one other thread, which holds it while the server is away. Of a flow run with six stages
+0.4 s of waiting become a few hundredths. What is given up is the server's veto: a flow run that is cancelled in the
+UI goes on. Task runs reach the server as Prefect's events and need none of this.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from uuid import UUID
+
+import httpx
+from prefect import Flow, Task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
+from prefect.context import FlowRunContext, SettingsContext, SyncClientContext, TaskRunContext, get_settings_context
+from prefect.events.clients import PrefectEventsClient
+from prefect.events.worker import EventsWorker
+from prefect.settings import temporary_settings
+from prefect.states import Completed, Crashed, Failed, Pending, Running, State
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.annotations import quote
+
+from flows.stages import RETRY_PAUSES_S, may_pass, plain_stages
+from storage import Artifact
+
+if TYPE_CHECKING:
+    from flows.prefect_server import PrefectAPI
+
+R = TypeVar("R")
+logger = logging.getLogger(__name__)
+
+ID_WAIT_S = 2.0
+"""How long a flow waits for the id of its run; then it runs plainly."""
+
+REQUEST_TIMEOUT_S = 20.0
+HELD_CALLS = 20_000
+"""Calls held for a server that is away; later ones are dropped."""
+
+CLOSE_WAIT_S = 10.0
+
+
+class PrefectRuns:
+    """Calls flow functions as Prefect flow runs. Use it as a context manager."""
+
+    def __init__(self, api: PrefectAPI, tags: Sequence[str], say: Callable[[str], None]) -> None:
+        self._tags = list(tags)
+        self._courier = _Courier(api, say)
+        self._client = _LocalClient(api.url, self._courier)
+        self._context = contextvars.Context()
+        self._flows: dict[str, Flow[[], None]] = {}
+        self._spare: tuple[str, Future[FlowRun]] | None = None
+        self._logs = _LogHandler(self._courier)
+        self._api_url = api.url
+
+    def __enter__(self) -> Self:
+        self._context.run(self._enter_prefect)
+        if hasattr(EventsWorker, "set_client_override") and "prefect.cloud" not in self._api_url:
+            # An event that meets an outage is kept and sent on the next connection; with Prefect's ten attempts each
+            # would first wait for seconds, and the end of the process would wait for all of them.
+            EventsWorker.set_client_override(PrefectEventsClient, api_url=self._api_url, reconnection_attempts=0)
+        self._courier.start()
+        self._courier.send(self._close_dead_runs)
+        self._logs.attach()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logs.detach()
+        self._drop_spare()
+        if not self._courier.away:
+            self._context.run(EventsWorker.drain_all, timeout=CLOSE_WAIT_S)
+        self._courier.finish(CLOSE_WAIT_S)
+        if hasattr(EventsWorker, "set_client_override"):
+            EventsWorker.set_client_override(None)
+
+    def call(
+        self,
+        flow: Callable[..., R],
+        args: Sequence[Any],
+        name: str,
+        shown: Mapping[str, Any],
+        following: tuple[str, Mapping[str, Any]] | None,
+    ) -> R:
+        """Call `flow(*args, stages)`, as a flow run if its id comes in time and plainly if not."""
+        prefect_flow = self._flow_of(flow)
+        created = self._take_spare(flow, name) or self._create(prefect_flow, name, shown)
+        flow_run = self._arrived(created)
+        call = _Call(flow, args, lambda: self._prepare(flow, following))
+        if flow_run is not None:
+            self._run_engine(prefect_flow, flow_run, call)
+        if not call.started:
+            self._run_plainly(created, call)
+        return call.result()
+
+    def publish(self, key: str, kind: str, data: Any, description: str) -> None:
+        """Attach an artifact to the current flow run."""
+        current = FlowRunContext.get()
+        flow_run_id = current.flow_run.id if current and current.flow_run else None
+        artifact = ArtifactCreate(key=key, type=kind, data=data, description=description, flow_run_id=flow_run_id)
+        self._courier.send(lambda client: client.create_artifact(artifact))
+
+    def _enter_prefect(self) -> None:
+        """Make the context in which engines run: our client, no heartbeat thread, which costs a second at its end."""
+        base = get_settings_context()
+        updates: dict[Any, Any] = {
+            "flows.heartbeat_frequency": None,
+            "logging.to_api.enabled": False,
+            "client.server_version_check_enabled": False,
+            "api.url": self._api_url,
+        }
+        settings = base.settings.copy_with_update(updates=updates)
+        SettingsContext(profile=base.profile, settings=settings).__enter__()
+        clients = SyncClientContext()
+        clients.client = self._client
+        clients.__enter__()
+
+    def _flow_of(self, function: Callable[..., Any]) -> Flow[[], None]:
+        name = function.__name__
+        if name not in self._flows:
+            self._flows[name] = Flow(
+                _run_current_call,
+                name=name,
+                description=function.__doc__,
+                validate_parameters=False,
+                persist_result=False,
+                task_runner=ThreadPoolTaskRunner(max_workers=4),  # type: ignore[arg-type]
+            )
+        return self._flows[name]
+
+    def _create(self, flow: Flow[[], None], name: str, shown: Mapping[str, Any]) -> Future[FlowRun]:
+        def create(client: SyncPrefectClient) -> FlowRun:
+            return client.create_flow_run(flow, name=name, parameters=dict(shown), tags=self._tags, state=Pending())
+
+        return self._courier.send(create)
+
+    def _arrived(self, created: Future[FlowRun]) -> FlowRun | None:
+        try:
+            return created.result(0.0 if self._courier.away else ID_WAIT_S)
+        except FutureTimeout:
+            self._courier.went_away(f"no answer within {ID_WAIT_S:g} s")
+        except Exception:
+            logger.debug("Prefect refused a flow run", exc_info=True)
+        return None
+
+    def _prepare(self, function: Callable[..., Any], following: tuple[str, Mapping[str, Any]] | None) -> None:
+        """Have the next run of this flow made while this one runs."""
+        if following is not None and self._spare is None:
+            name, shown = following
+            self._spare = (f"{function.__name__} {name}", self._create(self._flow_of(function), name, shown))
+
+    def _take_spare(self, function: Callable[..., Any], name: str) -> Future[FlowRun] | None:
+        if self._spare is None or not self._spare[0].startswith(f"{function.__name__} "):
+            return None
+        if self._spare[0] != f"{function.__name__} {name}":
+            self._drop_spare()
+            return None
+        created, self._spare = self._spare[1], None
+        return created
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            created, self._spare = self._spare[1], None
+            self._courier.send(lambda client: client.delete_flow_run(created.result(0).id))
+
+    def _run_engine(self, flow: Flow[[], None], flow_run: FlowRun, call: _Call[Any]) -> None:
+        def run() -> None:
+            _current_call.set(call)
+            with self._client.holding(flow_run):
+                flow()
+
+        try:
+            self._context.copy().run(run)
+        except BaseException as error:
+            # What the function raised is kept by the call. An error of Prefect's own costs a record; a signal passes.
+            if error is not call.error and not isinstance(error, Exception):
+                raise
+            logger.debug("Prefect around %s: %r", flow_run.name, error)
+
+    def _run_plainly(self, created: Future[FlowRun], call: _Call[Any]) -> None:
+        def tell(state: State[Any]) -> None:
+            self._courier.send(lambda client: client.set_flow_run_state(created.result(0).id, state, force=True))
+
+        tell(Running(message="Run without task runs, while the Prefect API did not answer."))
+        call.run_plainly()
+        tell(Completed() if call.error is None else Failed(message=f"{type(call.error).__name__}: {call.error}"))
+
+    def _close_dead_runs(self, client: SyncPrefectClient) -> None:
+        """Close what a process of this run left open when it died; the run's lock says that it is dead."""
+        left = FlowRunFilter.model_validate(
+            {"tags": {"all_": self._tags[:1]}, "state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
+        )
+        for flow_run in client.read_flow_runs(flow_run_filter=left, limit=200):
+            if flow_run.state and flow_run.state.is_pending():
+                client.delete_flow_run(flow_run.id)
+            else:
+                client.set_flow_run_state(flow_run.id, Crashed(message="The process ended without a word."), force=True)
+
+
+# ------------------------------------------------------------------------------------------------- inside a flow run
+
+
+class _Call(Generic[R]):
+    """One call of a flow function, and what came of it whatever happens around it."""
+
+    def __init__(self, flow: Callable[..., R], args: Sequence[Any], begin: Callable[[], None]) -> None:
+        self._flow = flow
+        self._args = args
+        self._begin = begin
+        self._sigterm = signal.getsignal(signal.SIGTERM)
+        self._value: R | None = None
+        self.started = False
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run as the body of a flow run."""
+        with self._callers_sigterm():
+            self._run(_PrefectStages())
+
+    def run_plainly(self) -> None:
+        """Run without Prefect; an error is kept, not raised."""
+        with suppress(BaseException), plain_stages() as stages:
+            self._run(stages)
+
+    def result(self) -> R:
+        """What the function returned; raises what it raised."""
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
+
+    def _run(self, stages: Any) -> None:
+        self.started = True
+        self._begin()
+        try:
+            self._value = self._flow(*self._args, stages)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    @contextmanager
+    def _callers_sigterm(self) -> Iterator[None]:
+        """Undo Prefect's SIGTERM handler, which would end the run without the caller's polite way."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        prefects = signal.signal(signal.SIGTERM, self._sigterm)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, prefects)
+
+
+_current_call: contextvars.ContextVar[_Call[Any]] = contextvars.ContextVar("grpoflow_call")
+
+
+def _run_current_call() -> None:
+    _current_call.get().run()
+
+
+class _PrefectStages:
+    """Stages as tasks of the current flow run."""
+
+    def run(self, stage: Callable[..., R], *args: Any) -> R:
+        return _task_of(stage)(*map(_unseen, args))
+
+    def start(self, stage: Callable[..., R], *args: Any) -> Callable[[], R]:
+        return _task_of(stage).submit(*map(_unseen, args)).result
+
+
+@cache
+def _task_of(stage: Callable[..., Any]) -> Any:
+    return Task(
+        stage,
+        name=stage.__name__,
+        description=stage.__doc__,
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=len(RETRY_PAUSES_S),
+        retry_delay_seconds=list(RETRY_PAUSES_S),
+        retry_condition_fn=_may_pass,
+    )
+
+
+def _may_pass(_task: Any, _task_run: Any, state: State[Any]) -> bool:
+    return isinstance(state.data, BaseException) and may_pass(state.data)
+
+
+def _unseen(argument: Any) -> Any:
+    """Keep Prefect from looking into an argument, unless it is an artifact, by which it draws its graph."""
+    return argument if isinstance(argument, Artifact) else quote(argument)
+
+
+class _LocalClient(SyncPrefectClient):
+    """Prefect's client as its engine sees it: answers from memory, and hands states to the courier."""
+
+    def __init__(self, url: str, courier: _Courier) -> None:
+        super().__init__(url)
+        self._courier = courier
+        self._held: dict[UUID, FlowRun] = {}
+        self._next: FlowRun | None = None
+
+    @contextmanager
+    def holding(self, flow_run: FlowRun) -> Iterator[None]:
+        """Answer with this flow run when the engine creates or reads one."""
+        self._held[flow_run.id] = self._next = flow_run
+        try:
+            yield
+        finally:
+            del self._held[flow_run.id]
+
+    def create_flow_run(self, flow: Any, *args: Any, **values: Any) -> FlowRun:
+        if self._next is None:
+            return super().create_flow_run(flow, *args, **values)
+        flow_run, self._next = self._next, None
+        return flow_run
+
+    def read_flow_run(self, flow_run_id: UUID) -> FlowRun:
+        return self._held.get(flow_run_id) or super().read_flow_run(flow_run_id)
+
+    def set_flow_run_state(
+        self, flow_run_id: UUID | str, state: State[Any], force: bool = False
+    ) -> OrchestrationResult[Any]:
+        to_send = state.model_copy(update={"data": None})
+        self._courier.send(lambda client: client.set_flow_run_state(flow_run_id, to_send, force))
+        return OrchestrationResult(state=state, status=SetStateStatus.ACCEPT, details=StateAcceptDetails())
+
+    def read_server_default_result_storage(self) -> Any:
+        """No result is stored, so it does not matter where."""
+        return SimpleNamespace(default_result_storage_block_id=None)
+
+
+# ------------------------------------------------------------------------------------------------------- the courier
+
+
+class _Busy(httpx.TransportError):
+    """The server refuses for now."""
+
+
+def _refuse_to_wait(response: httpx.Response) -> None:
+    """Raise for an answer that Prefect's client would meet with a sleep of two seconds, such as SQLite's collisions."""
+    if response.status_code in (408, 429, 502, 503, 504):
+        raise _Busy(f"HTTP {response.status_code}")
+
+
+class _Courier:
+    """Carries calls to the API in order, from a thread of its own, and holds them while the server is away."""
+
+    def __init__(self, api: PrefectAPI, say: Callable[[str], None]) -> None:
+        self.away = False
+        self._api = api
+        self._say = say
+        self._calls: queue.Queue[tuple[Callable[[SyncPrefectClient], Any], Future[Any]] | None] = queue.Queue()
+        self._logs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._given_up = threading.Event()
+        self._away_since = 0.0
+        self._lost = 0
+        self._thread = threading.Thread(target=contextvars.Context().run, args=(self._carry,), daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, call: Callable[[SyncPrefectClient], R]) -> Future[R]:
+        """Have a call made; the future has its answer."""
+        answer: Future[R] = Future()
+        if self._calls.qsize() >= HELD_CALLS:
+            self._lose(answer, RuntimeError("too many calls wait for the server"))
+        else:
+            self._calls.put((call, answer))
+        return answer
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Have a log line sent with the next ones."""
+        if not self.away and self._logs.qsize() < HELD_CALLS:
+            self._logs.put(line)
+
+    def finish(self, timeout_s: float) -> None:
+        """Send what is left, within a time, and stop."""
+        self._calls.put(None)
+        self._thread.join(1.0 if self.away else timeout_s)
+        self._given_up.set()
+        self._thread.join(REQUEST_TIMEOUT_S)
+        lost = self._lost + sum(1 for _ in self._left())
+        if lost:
+            self._say(f"{lost} records for Prefect at {self._api.url} were not delivered; the run itself is complete")
+
+    def went_away(self, why: str) -> None:
+        """Note, and say once, that the server does not answer."""
+        if not self.away:
+            self.away, self._away_since = True, time.monotonic()
+            self._say(f"The Prefect API at {self._api.url} does not answer ({why}). Training goes on without it")
+
+    def _came_back(self) -> None:
+        if self.away:
+            self.away = False
+            self._say(f"The Prefect API answers again after {time.monotonic() - self._away_since:.0f} s")
+
+    def _carry(self) -> None:
+        updates: dict[Any, Any] = {
+            "api.url": self._api.url,
+            "api.request_timeout": REQUEST_TIMEOUT_S,
+            "client.max_retries": 0,
+        }
+        hooks = {"response": [_refuse_to_wait]}
+        with temporary_settings(updates), get_client({"event_hooks": hooks}, sync_client=True) as client:
+            while not self._given_up.is_set():
+                try:
+                    item = self._calls.get(timeout=1.0)
+                except queue.Empty:
+                    self._send_logs(client)
+                    continue
+                if item is None:
+                    self._send_logs(client)
+                    return
+                self._make(client, *item)
+
+    def _make(self, client: SyncPrefectClient, call: Callable[[SyncPrefectClient], Any], answer: Future[Any]) -> None:
+        started, pause_s = time.monotonic(), 0.05
+        while True:
+            try:
+                value = call(client)
+            except httpx.TransportError as error:
+                if isinstance(error, httpx.ConnectError) or time.monotonic() - started > ID_WAIT_S:
+                    self.went_away(str(error) or type(error).__name__)
+                    self._api.revive()
+                if self._given_up.wait(pause_s):
+                    return self._lose(answer, error)
+                pause_s = min(2 * pause_s, 5.0)
+            except Exception as error:
+                logger.debug("Prefect refused a call", exc_info=True)
+                answer.set_exception(error)
+                return None
+            else:
+                self._came_back()
+                answer.set_result(value)
+                return None
+
+    def _send_logs(self, client: SyncPrefectClient) -> None:
+        lines: list[dict[str, Any]] = []
+        while not self._logs.empty() and len(lines) < 500:
+            lines.append(self._logs.get())
+        if lines:
+            self._make(client, lambda client: client.create_logs(lines), Future())
+
+    def _lose(self, answer: Future[Any], error: Exception) -> None:
+        self._lost += 1
+        answer.set_exception(error)
+
+    def _left(self) -> Iterator[object]:
+        while not self._calls.empty():
+            if item := self._calls.get():
+                yield item
+
+
+class _LogHandler(logging.Handler):
+    """Shows log lines of our packages and of Prefect's engine with the flow or task run in which they were written."""
+
+    _SOURCES = ("flows", "tasks", "storage", "prefect.flow_runs", "prefect.task_runs")
+
+    def __init__(self, courier: _Courier) -> None:
+        super().__init__(logging.INFO)
+        self._courier = courier
+
+    def attach(self) -> None:
+        for name in self._SOURCES:
+            logging.getLogger(name).addHandler(self)
+
+    def detach(self) -> None:
+        for name in self._SOURCES:
+            logging.getLogger(name).removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        flow_context, task_context = FlowRunContext.get(), TaskRunContext.get()
+        if flow_context is None or flow_context.flow_run is None:
+            return
+        self._courier.log(
+            {
+                "name": record.name,
+                "level": record.levelno,
+                "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(),
+                "message": self.format(record),
+                "flow_run_id": str(flow_context.flow_run.id),
+                "task_run_id": str(task_context.task_run.id) if task_context else None,
+            }
+        )

@@ -1,0 +1,380 @@
+"""A run: plan, open the folder, recover, then step after step until the plan's last; validate and save on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from flows.config import load_config, to_yaml
+from flows.plan_view import plan_of
+from flows.prefect_server import PrefectAPI, prefect_api
+from flows.progress import Progress
+from flows.recipes import prepare
+from flows.recover import recover
+from flows.stages import StageRunner, stage_runner
+from flows.step import Workers, train_step, validate_policy
+from flows.support import refuse_unbuilt
+from flows.tracking import Tracker
+from storage import RunWriter, StorageError
+from storage.checkpoints import checkpoints, prune_checkpoints, save_checkpoint
+from storage.durable import sha256_json
+from tasks.config import RunConfig
+from tasks.data import PreparedPrompts, prepare_prompts
+from tasks.geometry import Plan, PlanError
+from tasks.rewards.pool import RewardPool
+from tasks.stage import Step, code_digest
+from tasks.tokenizer import load_tokenizer
+
+
+class Terminated(BaseException):
+    """The run was told to end by SIGTERM."""
+
+
+@dataclass
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        folder: where it lies.
+        last_step: the policy version at its end.
+        validations: metrics of each validation by step.
+    """
+
+    folder: Path
+    last_step: int = 0
+    validations: dict[int, dict[str, float]] = field(default_factory=dict)
+
+
+def train(files: Sequence[Path], overrides: Sequence[str]) -> int:
+    """Train from configuration files and overrides, say what happens, and return the exit code."""
+    console = Console()
+    cfg = load_config(files, overrides)
+    with ExitStack() as stack:
+        stack.enter_context(sigterm_raises())
+        api = stack.enter_context(prefect_api(cfg.orchestration, Path(cfg.storage.root), console.print))
+        cfg = prepare(files, cfg, console, orchestrated=api is not None and api.wait_ready(console.print) is None)
+        outcome = run_training(cfg, console, api)
+    print_outcome(outcome, console)
+    return 0
+
+
+def run_training(cfg: RunConfig, console: Console, api: PrefectAPI | None = None) -> Outcome:
+    """Train one run to the end of its plan.
+
+    Args:
+        cfg: the configuration.
+        console: where progress goes.
+        api: Prefect server to report to; None: none.
+
+    Raises:
+        ValueError, StorageError: the configuration, its data or the folder does not allow it.
+    """
+    refuse_unbuilt(cfg, checked(plan_of(cfg)))
+    data = load_data(cfg)
+    plan = checked(plan_of(cfg, train_prompts=data.train.table.num_rows, val_prompts=data.val_prompts))
+    progress = Progress(console, plan.total_steps or 0)
+    with ExitStack() as stack:
+        run = stack.enter_context(open_run_for_training(cfg, progress))
+        tracker = stack.enter_context(Tracker(run, cfg))
+        stack.enter_context(state_is_kept(run, tracker))
+        stages = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
+        workers = stack.enter_context(open_workers(cfg, plan, data))
+        describe(run, cfg, plan, data, tracker)
+        return Loop(run, cfg, plan, workers, stages, tracker, progress).to_the_end()
+
+
+def checked(plan: Plan) -> Plan:
+    """The plan, when it has no problems; PlanError with all of them otherwise."""
+    if plan.problems:
+        raise PlanError(plan.problems)
+    return plan
+
+
+# ------------------------------------------------------------------------------------------------- opening and closing
+
+
+def run_folder(cfg: RunConfig) -> Path:
+    """Where the run of a configuration lies."""
+    trainer = cfg.trainer
+    if trainer.default_local_dir:
+        return Path(trainer.default_local_dir)
+    return Path(cfg.storage.root) / trainer.project_name / trainer.experiment_name
+
+
+def open_run_for_training(cfg: RunConfig, progress: Progress) -> RunWriter:
+    """Make the run's folder, or take up the run that is in it.
+
+    Raises:
+        RunLocked: a live process writes to it.
+        StorageError: the run in the folder was made with a configuration that means something else.
+    """
+    folder = run_folder(cfg)
+    if cfg.trainer.resume_mode == "disable":
+        folder = _beside(folder)
+    if (folder / "run.json").exists():
+        run = RunWriter(folder)
+        _refuse_other_meaning(run, cfg)
+        progress.say(f"going on with {folder}")
+    elif folder.exists() and any(folder.iterdir()):
+        raise StorageError(f"{folder} is not empty and is no run. Set trainer.default_local_dir to another folder.")
+    else:
+        run = RunWriter.create(folder, cfg.trainer.experiment_name)
+        run.write_document("config.yaml", to_yaml(cfg))
+        progress.say(f"run folder {folder}")
+    run.code_digest = code_digest(("tasks", "storage"))
+    run.config_digest = sha256_json(cfg.model_dump(mode="json"))
+    run.compression = cfg.storage.compression
+    return run
+
+
+def _beside(folder: Path) -> Path:
+    """The first free name of `folder`, `folder-2`, `folder-3`, …"""
+    number = 1
+    candidate = folder
+    while candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+MAY_CHANGE = (
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.total_epochs",
+    "trainer.total_training_steps",
+    "trainer.max_actor_ckpt_to_keep",
+    "trainer.val_before_train",
+    "trainer.val_only",
+    "trainer.default_local_dir",
+    "trainer.resume_mode",
+    "data.val_files",
+    "data.val_batch_size",
+    "data.val_max_samples",
+    "actor_rollout_ref.rollout.val_kwargs",
+    "reward.num_workers",
+    "reward.timeout_s",
+    "reward.retries",
+    "reward.max_error_share",
+    "storage",
+    "tracking",
+    "orchestration",
+)
+"""Keys that may differ when a run goes on: they do not decide what a step computes."""
+
+
+def _refuse_other_meaning(run: RunWriter, cfg: RunConfig) -> None:
+    before = yaml.safe_load((run.root / "config.yaml").read_text())
+    changed = list(_differences(before, cfg.model_dump(mode="json")))
+    refused = [change for change in changed if not change[0].startswith(MAY_CHANGE)]
+    if refused:
+        lines = [f"- {key}: the run has {old!r}, asked for is {new!r}" for key, old, new in refused]
+        raise StorageError(
+            f"{run.root} holds the run {run.run_id}, whose configuration means something else:\n"
+            + "\n".join(lines)
+            + "\nNothing was written. Use the run's own values, or start another run with another "
+            "trainer.experiment_name or trainer.resume_mode=disable."
+        )
+    if changed:
+        run.append("config_changed", changes={key: [old, new] for key, old, new in changed})
+
+
+def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted({*before, *now}):
+            yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif before != now:
+        yield key, before, now
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises Terminated in the block, so that it ends like Ctrl-C: nothing half done is committed."""
+
+    def raise_it(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, raise_it)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def state_is_kept(run: RunWriter, tracker: Tracker) -> Iterator[None]:
+    """Write the run's state into its ledger and its tracking run, however the block ends."""
+    run.append("opened", state="running", code_digest=run.code_digest, config_digest=run.config_digest)
+    state, reason = "finished", None
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as error:
+        state, reason = "killed", type(error).__name__
+        raise
+    except BaseException as error:
+        state, reason = "failed", f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        run.append("closed", state=state, reason=reason)
+        tracker.finish(state)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Tokenizer and prompts, which can be refused before anything is written."""
+
+    tokenizer: Any
+    train: PreparedPrompts
+    val: PreparedPrompts | None
+
+    @property
+    def val_prompts(self) -> int | None:
+        """Number of validation prompts."""
+        return self.val.table.num_rows if self.val else None
+
+
+def load_data(cfg: RunConfig) -> Data:
+    """Load the tokenizer and prepare the prompts."""
+    tokenizer = load_tokenizer(cfg.actor_rollout_ref.model)
+    val = prepare_prompts(cfg, "val", tokenizer) if cfg.data.val_files else None
+    return Data(tokenizer, prepare_prompts(cfg, "train", tokenizer), val)
+
+
+@contextmanager
+def open_workers(cfg: RunConfig, plan: Plan, data: Data) -> Iterator[Workers]:
+    """Start the reward processes and load the policy."""
+    with RewardPool(cfg) as pool:
+        # torch and transformers take seconds to import; everything that can be refused without them is refused before.
+        from tasks.engines.transformers_engine import TransformersEngine
+        from tasks.workers.policy import PolicyWorker
+
+        sources = set(data.train.table["data_source"].unique().to_pylist())
+        policy = PolicyWorker(cfg, total_steps=plan.total_steps or 1, with_reference=cfg.needs_ref)
+        pool.check(sources)
+        engine = TransformersEngine(policy, data.tokenizer)
+        yield Workers(policy, engine, data.tokenizer, pool, data.train, data.val)
+
+
+def describe(run: RunWriter, cfg: RunConfig, plan: Plan, data: Data, tracker: Tracker) -> None:
+    """Keep plan and data with the run, and tell the tracker what is trained on what."""
+    run.write_document("plan.json", json.dumps(plan.as_dict(), indent=1))
+    counts = {which: prompts.counts for which, prompts in (("train", data.train), ("val", data.val)) if prompts}
+    run.write_document("data.json", json.dumps({"counts": counts, "digest": data.train.digest}, indent=1))
+    tracker.start(
+        params={**flat(cfg), **{f"plan.{name}": value for name, value in plan.counts().items()}},
+        documents=("config.yaml", "plan.json", "data.json"),
+        datasets={"train": data.train, **({"val": data.val} if data.val else {})},
+    )
+
+
+def flat(cfg: RunConfig) -> dict[str, Any]:
+    """Every configuration key with its value."""
+
+    def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                yield from leaves(inner, f"{key}.{name}" if key else name)
+        else:
+            yield key, value
+
+    return dict(leaves(cfg.model_dump(mode="json"), ""))
+
+
+# ------------------------------------------------------------------------------------------------------------ the loop
+
+
+@dataclass
+class Loop:
+    """The steps of one run, in order."""
+
+    run: RunWriter
+    cfg: RunConfig
+    plan: Plan
+    workers: Workers
+    runner: StageRunner
+    tracker: Tracker
+    progress: Progress
+
+    def to_the_end(self) -> Outcome:
+        """Recover, then train until the plan's last step, validating and saving as `trainer` says."""
+        outcome = Outcome(self.run.root)
+        with self.progress.live():
+            done = recover(self.run, self.cfg, self.workers.policy, self.progress.say)
+            if self.workers.val and (self.cfg.trainer.val_only or (self.cfg.trainer.val_before_train and not done)):
+                self._run(validate_policy, Step(done, self.run, self.cfg), f"validate-{done:06d}")
+                self._report(done, outcome)
+            if done >= self.total:
+                self.progress.say(f"all {self.total} steps are finished; trainer.total_training_steps can ask for more")
+            if not self.cfg.trainer.val_only:
+                for index in range(done + 1, self.total + 1):
+                    self._step(index, outcome)
+        outcome.last_step = self.workers.policy.policy_version
+        return outcome
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run."""
+        return self.plan.total_steps or 0
+
+    def _step(self, index: int, outcome: Outcome) -> None:
+        last, trainer = index == self.total, self.cfg.trainer
+        due = trainer.test_freq > 0 and (last or index % trainer.test_freq == 0)
+        step = Step(index, self.run, self.cfg, validates=due and self.workers.val is not None)
+        self._run(train_step, step, f"step-{index:06d}", None if last else f"step-{index + 1:06d}")
+        self._report(index, outcome)
+        if last or (trainer.save_freq > 0 and index % trainer.save_freq == 0):
+            self._save(index)
+
+    def _run(self, flow: Callable[..., Any], step: Step, name: str, next_name: str | None = None) -> None:
+        self.runner.call(flow, step, self.workers, name=name, next_name=next_name)
+
+    def _report(self, index: int, outcome: Outcome) -> None:
+        record = self.run.step(index).record
+        assert record is not None, "a flow that returned has finished its step"
+        self.tracker.step_finished(index)
+        validation = {name: value for name, value in record["metrics"].items() if name.startswith("val-")}
+        if "timing_s/step" in record["metrics"]:
+            self.progress.step(index, record["metrics"])
+        if validation:
+            outcome.validations[index] = validation
+            self.progress.validation(index, validation)
+
+    def _save(self, index: int) -> None:
+        """Save a checkpoint, and only then let go of the oldest."""
+        policy = self.workers.policy
+        if any(checkpoint.step == index for checkpoint in checkpoints(self.run.root)):
+            return
+        about = {"policy_version": index, "weights_digest": policy.weights_digest(), "run_id": self.run.run_id}
+        save_checkpoint(self.run.root, index, policy.save, expected_bytes=policy.checkpoint_bytes(), about=about)
+        removed = prune_checkpoints(self.run.root, self.cfg.trainer.max_actor_ckpt_to_keep)
+        self.run.append("checkpoint", step=index, removed=removed)
+
+
+def print_outcome(outcome: Outcome, console: Console) -> None:
+    """Say what came of a run and how to look at it."""
+    folder = _short(outcome.folder)
+    console.print()
+    if len(outcome.validations) > 1:
+        first, last = min(outcome.validations), max(outcome.validations)
+        for name, after in outcome.validations[last].items():
+            before = outcome.validations[first].get(name)
+            if before is not None and "core" in name:
+                label = name.removeprefix("val-core/")
+                console.print(Text(f"{label}: {before:.3f} before, {after:.3f} after step {last}", style="bold"))
+    lines = [f"policy version {outcome.last_step} in {folder}", "look at it:"]
+    lines += [f"  grpoflow {words}" for words in (f"status {folder}", f"show {folder} --step {outcome.last_step}")]
+    lines.append(f"  grpoflow show {folder} --step {outcome.last_step} --stage rewards")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,1 @@
+"""Rollout engines: what samples responses. One protocol, one module per engine."""

@@ -1,0 +1,1 @@
+"""Rewards: built-in rules, and the processes that run any reward function."""

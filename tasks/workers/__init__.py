@@ -1,0 +1,1 @@
+"""The policy on its device: what owns the weights, computes log-probs and takes optimizer steps."""

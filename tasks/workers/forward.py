@@ -1,0 +1,207 @@
+"""From sequences to the log-prob and entropy of every response token: one forward pass over one micro-batch.
+
+Rows are padded on the right to the longest of the micro-batch. Attention is causal, so padding behind a sequence cannot
+reach it. The last response token is predicted but never fed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from storage.ragged import Ragged
+from tasks.workers.model import CausalModel, recompute_in_backward
+from tasks.workers.sequences import Sequences
+
+CHUNK_LOGITS = 2**24
+"""Logits that are held at a time: 64 MiB in float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """B rows on the device, and the distinct prompts they answer.
+
+    Attributes:
+        prompts: [G, P] token ids, right-padded.
+        prompt_lengths: [G].
+        group: [B] row of `prompts` of each response.
+        responses: [B, R] token ids, right-padded.
+        response_lengths: [B].
+        tokens: [n] places of the response tokens in a flattened [B, R], row by row.
+    """
+
+    prompts: torch.Tensor
+    prompt_lengths: torch.Tensor
+    group: torch.Tensor
+    responses: torch.Tensor
+    response_lengths: torch.Tensor
+    tokens: torch.Tensor
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """[n] the response tokens."""
+        return self.responses.flatten().index_select(0, self.tokens)
+
+    def padded(self, values: torch.Tensor) -> torch.Tensor:
+        """[n] values of the response tokens to [B, R], 0 at padding."""
+        flat = values.new_zeros(self.responses.numel())
+        return flat.index_copy(0, self.tokens, values).view(self.responses.shape)
+
+
+def to_device(sequences: Sequences, rows: np.ndarray, device: torch.device) -> MicroBatch:
+    """Pad the given rows and move them to the device."""
+    groups, group = np.unique(sequences.group[rows], return_inverse=True)
+    prompts, prompt_lengths = pad(sequences.prompts, groups, 0)
+    responses, response_lengths = pad(sequences.responses, rows, 0)
+    tokens = np.flatnonzero(np.arange(responses.shape[1]) < response_lengths[:, None])
+    arrays = (prompts, prompt_lengths, group, responses, response_lengths, tokens)
+    return MicroBatch(*(torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True) for array in arrays))
+
+
+def pad(ragged: Ragged, rows: np.ndarray, fill: float) -> tuple[np.ndarray, np.ndarray]:
+    """The given rows as one array, right-padded with `fill` to the longest of them, and their lengths."""
+    lengths = ragged.lengths[rows]
+    padded = np.full((len(rows), int(lengths.max(initial=0))), fill, dtype=ragged.values.dtype)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = ragged.take(rows).values
+    return padded, lengths
+
+
+def response_log_probs(
+    model: CausalModel, batch: MicroBatch, *, temperature: float, share_prompts: bool, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-prob of every response token of a micro-batch, and the entropy of the distribution it was drawn from.
+
+    Args:
+        model: within its `computing()`.
+        batch: B rows with n response tokens.
+        temperature: logits are divided by it.
+        share_prompts: compute a prompt once for all its rows; `model.full_attention` alone, and without recomputed
+            layers where gradients are wanted.
+        entropy: also return the entropy.
+
+    Returns:
+        ([n] log-probs, [n] entropies in nats or None), row by row; float32, or float64 for a float64 model.
+    """
+    if batch.tokens.numel() == 0:
+        none = torch.zeros(0, dtype=torch.promote_types(model.dtype, torch.float32), device=batch.tokens.device)
+        return none, none if entropy else None
+    hidden = (_hidden_with_shared_prompts if share_prompts else _hidden_of_whole_sequences)(model, batch)
+    return token_log_probs(model, hidden, batch.targets, temperature=temperature, entropy=entropy)
+
+
+def _hidden_of_whole_sequences(model: CausalModel, batch: MicroBatch) -> torch.Tensor:
+    """[n, hidden] states that predict the response tokens, each sequence computed as a whole."""
+    lengths = batch.prompt_lengths.index_select(0, batch.group)
+    steps = torch.arange(batch.responses.shape[1], device=lengths.device)
+    places = lengths.unsqueeze(1) + steps
+    ids = batch.prompts.index_select(0, batch.group)
+    ids = torch.nn.functional.pad(ids, (0, batch.responses.shape[1])).scatter(1, places, batch.responses)
+    width = int((lengths + batch.response_lengths).max()) - 1
+    hidden = model.hidden(ids[:, :width])
+    rows = torch.arange(len(ids), device=lengths.device).unsqueeze(1) * width
+    flat = (rows + places - 1).flatten().index_select(0, batch.tokens)
+    return hidden.flatten(0, 1).index_select(0, flat)
+
+
+def _hidden_with_shared_prompts(model: CausalModel, batch: MicroBatch) -> torch.Tensor:
+    """[n, hidden] states that predict the response tokens, each prompt computed once.
+
+    The prompt's keys and values, with their gradient, are repeated for its rows. Its last state predicts the first
+    response token.
+    """
+    cache = model.new_cache()
+    prompt = model.hidden(batch.prompts, past_key_values=cache)
+    ends = torch.arange(len(batch.prompts), device=prompt.device) * prompt.shape[1] + batch.prompt_lengths - 1
+    first = prompt.flatten(0, 1).index_select(0, ends).index_select(0, batch.group).unsqueeze(1)
+    fed = batch.responses.shape[1] - 1
+    if fed == 0:
+        return first.flatten(0, 1).index_select(0, batch.tokens)
+    repeat_rows(cache, batch.group)
+    lengths = batch.prompt_lengths.index_select(0, batch.group)
+    steps = torch.arange(fed, device=lengths.device)
+    rest = model.hidden(
+        batch.responses[:, :fed],
+        past_key_values=cache,
+        position_ids=lengths.unsqueeze(1) + steps,
+        attention_mask=mask_after_prompts(model, lengths, batch.prompts.shape[1], fed),
+    )
+    return torch.cat([first, rest], dim=1).flatten(0, 1).index_select(0, batch.tokens)
+
+
+def repeat_rows(cache: object, rows: torch.Tensor) -> None:
+    """Make the cache's row i a copy of its former row rows[i], with gradient."""
+    for layer in cache.layers:  # type: ignore[attr-defined]
+        layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
+
+
+def mask_after_prompts(model: CausalModel, prompt_lengths: torch.Tensor, width: int, fed: int) -> torch.Tensor | None:
+    """Which keys the `fed` tokens behind right-padded prompts see: their own prompt, and each other causally.
+
+    Args:
+        model: decides the mask's form: numbers to add to the scores in eager attention, else one flag per key.
+        prompt_lengths: [B].
+        width: padded length of the prompts.
+        fed: tokens behind them.
+
+    Returns:
+        [B or 1, 1, fed, width + fed] 0 or the type's lowest number; or [B, width + fed] bool, None without padding.
+    """
+    seen = seen_keys(prompt_lengths, width, fed)
+    if not model.eager:
+        return None if len(seen) < len(prompt_lengths) else seen
+    causal = torch.ones(fed, width + fed, dtype=torch.bool, device=seen.device).tril(width)
+    return added_to_scores(model, causal & seen.unsqueeze(1))
+
+
+def seen_keys(prompt_lengths: torch.Tensor, width: int, more: int) -> torch.Tensor:
+    """[B, width + more] bool, false at the prompts' padding; one row for all where there is none."""
+    if bool((prompt_lengths == width).all()):
+        return torch.ones(1, width + more, dtype=torch.bool, device=prompt_lengths.device)
+    key = torch.arange(width + more, device=prompt_lengths.device)
+    return (key < prompt_lengths.unsqueeze(1)) | (key >= width)
+
+
+def added_to_scores(model: CausalModel, visible: torch.Tensor) -> torch.Tensor:
+    """[B, queries, keys] bool to [B, 1, queries, keys] numbers: 0 where visible, else the type's lowest."""
+    dtype = model.autocast or model.dtype
+    numbers = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return numbers.masked_fill(~visible, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def token_log_probs(
+    model: CausalModel, hidden: torch.Tensor, targets: torch.Tensor, *, temperature: float, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-softmax of logits / temperature at the targets, a chunk of tokens at a time.
+
+    With gradient and several chunks, a chunk's logits are computed again in the backward pass, so that no more than one
+    chunk's are held.
+
+    Args:
+        model: has the head.
+        hidden: [n, hidden].
+        targets: [n].
+        temperature: logits are divided by it.
+        entropy: also return the entropy.
+    """
+    size = max(CHUNK_LOGITS // model.config.vocab_size, 1)
+    chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
+    if len(chunks) == 1:
+        return _chunk_log_probs(model, *chunks[0], temperature, entropy)
+    results = [recompute_in_backward(model.dtype, _chunk_log_probs, model, *c, temperature, entropy) for c in chunks]
+    log_probs = torch.cat([result[0] for result in results])
+    return log_probs, torch.cat([result[1] for result in results]) if entropy else None
+
+
+def _chunk_log_probs(
+    model: CausalModel, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Softmax in float32 whatever the model's type; float64 stays float64."""
+    logits = model.logits(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    log_norm = logits.logsumexp(dim=-1)
+    log_probs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_norm
+    if not entropy:
+        return log_probs, None
+    return log_probs, log_norm - ((logits - log_norm.unsqueeze(-1)).exp() * logits).sum(dim=-1)

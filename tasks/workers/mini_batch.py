@@ -1,0 +1,255 @@
+"""Loss and gradient of one mini-batch, accumulated over its micro-batches.
+
+    loss = policy loss + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy
+
+Each term is aggregated over the whole mini-batch: the counts it is divided by are taken before the cut, so that the sum
+over micro-batches is the mini-batch's loss, and its gradient, however it is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.ragged import Ragged
+from tasks.algorithms.aggregation import aggregate, count_totals, masked_sum, row_weights
+from tasks.algorithms.kl import kl_clamped, kl_estimate
+from tasks.algorithms.losses import (
+    LossBatch,
+    aggregation_mode,
+    needs_current_log_probs,
+    policy_loss,
+    prepare_mini_batch,
+    why_skipped,
+)
+from tasks.config import RunConfig
+from tasks.stage import NonFiniteError
+from tasks.workers.forward import MicroBatch, pad, response_log_probs, to_device
+from tasks.workers.model import CausalModel
+from tasks.workers.sequences import MicroBatching, Sequences, cut
+
+
+@dataclass(frozen=True, eq=False)
+class Signals:
+    """What the loss needs of each response token; N rows each, aligned with the responses.
+
+    Attributes:
+        advantages: advantage.
+        loss_mask: bool, true: the token takes part in the loss.
+        old_log_probs: denominator of the ratio.
+        ref_log_probs: for the KL in the loss; None: there is none.
+        rollout_is_weights: importance weights of rollout correction; None: all 1.
+        group: [N] which prompt each row answers.
+    """
+
+    advantages: Ragged
+    loss_mask: Ragged
+    old_log_probs: Ragged
+    ref_log_probs: Ragged | None
+    rollout_is_weights: Ragged | None
+    group: np.ndarray
+
+
+@dataclass
+class Sums:
+    """What adds up over micro-batches to a mini-batch's numbers."""
+
+    loss: float = 0.0
+    pg_loss: float = 0.0
+    kl_loss: float = 0.0
+    entropy: float = 0.0
+    kl_clamped: float = 0.0
+    ratio_max: float = 0.0
+    token_metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """A mini-batch whose gradient now lies in the weights' `grad`.
+
+    Attributes:
+        skipped: why there is no gradient; None: there is.
+        sequences: rows.
+        tokens: response tokens in the loss.
+        micro_batches: forward/backward passes.
+        sums: losses, and sums over loss tokens of the metrics.
+    """
+
+    skipped: str | None
+    sequences: int
+    tokens: int
+    micro_batches: int
+    sums: Sums
+
+    def row(self) -> dict[str, float | int | str | None]:
+        """The columns of an `updates` row that are known before the optimizer step."""
+        tokens = max(self.tokens, 1)
+        means = {name: self.sums.token_metrics.get(name, 0.0) / tokens for name in _TOKEN_METRICS}
+        return {
+            "skipped": self.skipped,
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "micro_batches": self.micro_batches,
+            "loss": self.sums.loss,
+            "pg_loss": self.sums.pg_loss,
+            "ratio_max": self.sums.ratio_max,
+            **means,
+        }
+
+
+_TOKEN_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One micro-batch of a mini-batch.
+
+    Attributes:
+        numbers: [B] numbers of its sequences.
+        rows: their tokens on the device.
+        batch: what the policy loss needs, less the new log-probs.
+        reference: [B, R] reference log-probs; None: there are none.
+        policy_weights: [B] weights of the rows in the policy loss.
+        weights: [B] weights of the rows in KL and entropy.
+    """
+
+    numbers: np.ndarray
+    rows: MicroBatch
+    batch: LossBatch
+    reference: torch.Tensor | None
+    policy_weights: torch.Tensor
+    weights: torch.Tensor
+
+
+class MiniBatch:
+    """One mini-batch of M rows: prepared as a whole, then differentiated micro-batch by micro-batch."""
+
+    def __init__(
+        self, cfg: RunConfig, model: CausalModel, sequences: Sequences, signals: Signals, *, share_prompts: bool
+    ) -> None:
+        self._cfg, self._model, self._sequences, self._signals = cfg, model, sequences, signals
+        self._actor, self._correction = cfg.actor_rollout_ref.actor, cfg.algorithm.rollout_correction
+        self._share_prompts = share_prompts
+        rollout = cfg.actor_rollout_ref.rollout
+        self._temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+
+    def accumulate(self, rows: np.ndarray, micro: MicroBatching, where: str) -> Accumulated:
+        """Add the mini-batch's gradient to the weights' `grad`.
+
+        Args:
+            rows: [M] numbers of its sequences.
+            micro: how it is cut.
+            where: names the optimizer step in messages.
+
+        Raises:
+            NonFiniteError: a log-prob or the loss is not finite.
+        """
+        parts = cut(self._sequences, rows, micro, share_prompts=self._share_prompts)
+        rows = np.concatenate(parts)
+        batch, reference = self._whole(rows, parts)
+        tokens = int(batch.mask.sum())
+        if (reason := why_skipped(batch)) is not None:
+            return Accumulated(reason, len(rows), tokens, 0, Sums())
+        totals = count_totals(batch.mask.sum(dim=-1).cpu().numpy(), self._signals.group[rows])
+        scale = float(self._actor.loss_scale_factor or self._cfg.response_length)
+        policy_mode, mode = aggregation_mode(self._actor, self._correction), self._actor.loss_agg_mode
+        weights = [torch.from_numpy(row_weights(totals, m, scale=scale)) for m in (policy_mode, mode)]
+        sums, start = Sums(), 0
+        for numbers in parts:
+            chosen = slice(start, start + len(numbers))
+            start += len(numbers)
+            piece = self._piece(numbers, batch, reference, chosen, [w[chosen] for w in weights])
+            if piece.rows.tokens.numel():
+                self._differentiate(piece, sums, where)
+        return Accumulated(None, len(rows), tokens, len(parts), sums)
+
+    def _piece(
+        self,
+        numbers: np.ndarray,
+        batch: LossBatch,
+        reference: torch.Tensor | None,
+        chosen: slice,
+        weights: list[torch.Tensor],
+    ) -> Piece:
+        """Some rows of the mini-batch, cut to the longest response among them."""
+        rows = to_device(self._sequences, numbers, self._model.device)
+        width = rows.responses.shape[1]
+        tensors = {f.name: getattr(batch, f.name) for f in fields(LossBatch)}
+        part: dict[str, Any] = {n: None if tensor is None else tensor[chosen, :width] for n, tensor in tensors.items()}
+        reference = None if reference is None else reference[chosen, :width]
+        return Piece(numbers, rows, LossBatch(**part), reference, weights[0], weights[1])
+
+    def _whole(self, rows: np.ndarray, parts: list[np.ndarray]) -> tuple[LossBatch, torch.Tensor | None]:
+        """The mini-batch without its new log-probs, settled as a whole; and its reference log-probs."""
+        signals, device = self._signals, self._model.device
+        padded = {
+            f.name: torch.from_numpy(pad(getattr(signals, f.name), rows, 0)[0]).to(device)
+            for f in fields(Signals)
+            if f.name != "group" and getattr(signals, f.name) is not None
+        }
+        current = padded["old_log_probs"]
+        if needs_current_log_probs(self._actor, self._correction):
+            current = self._current_log_probs(parts, current.shape[1])
+        batch = LossBatch(
+            log_probs=current,
+            old_log_probs=padded["old_log_probs"],
+            advantages=padded["advantages"],
+            mask=padded["loss_mask"],
+            rollout_is_weights=padded.get("rollout_is_weights"),
+        )
+        return prepare_mini_batch(batch, self._actor, self._correction), padded.get("ref_log_probs")
+
+    def _current_log_probs(self, parts: list[np.ndarray], width: int) -> torch.Tensor:
+        pieces = []
+        with torch.no_grad():
+            for part in parts:
+                rows = to_device(self._sequences, part, self._model.device)
+                log_probs = rows.padded(self._forward(rows, entropy=False)[0])
+                pieces.append(torch.nn.functional.pad(log_probs, (0, width - log_probs.shape[1])))
+        return torch.cat(pieces)
+
+    def _forward(self, rows: MicroBatch, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return response_log_probs(
+            self._model, rows, temperature=self._temperature, share_prompts=self._share_prompts, entropy=entropy
+        )
+
+    def _differentiate(self, piece: Piece, sums: Sums, where: str) -> None:
+        """Forward and backward of one micro-batch; adds its share to `sums`."""
+        actor, mask = self._actor, piece.batch.mask
+        log_probs, entropy = self._forward(piece.rows, entropy=actor.entropy_coeff != 0)
+        batch = replace(piece.batch, log_probs=piece.rows.padded(log_probs))
+        per_token, metrics = policy_loss(actor, self._correction)(batch, actor)
+        loss = pg_loss = aggregate(per_token, mask, piece.policy_weights)
+        if actor.use_kl_loss and piece.reference is not None:
+            kl = kl_estimate(batch.log_probs, piece.reference, actor.kl_loss_type)
+            kl_loss = aggregate(kl, mask, piece.weights)
+            loss = loss + actor.kl_loss_coef * kl_loss
+            sums.kl_loss += float(kl_loss.detach())
+            sums.kl_clamped += float(masked_sum(kl_clamped(batch.log_probs, piece.reference, actor.kl_loss_type), mask))
+        if entropy is not None:
+            padded = piece.rows.padded(entropy)
+            loss = loss - actor.entropy_coeff * aggregate(padded, mask, piece.weights)
+            sums.entropy += float(masked_sum(padded.detach(), mask))
+        if not torch.isfinite(loss):
+            raise NonFiniteError(f"{where}: the loss is {float(loss.detach())}. {_culprit(piece, batch, per_token)}")
+        loss.backward()
+        sums.loss += float(loss.detach())
+        sums.pg_loss += float(pg_loss.detach())
+        for name, values in metrics.items():
+            sums.token_metrics[name] = sums.token_metrics.get(name, 0.0) + float(masked_sum(values, mask))
+        gap = torch.where(mask, batch.log_probs.detach() - batch.old_log_probs, -torch.inf)
+        sums.ratio_max = max(sums.ratio_max, float(gap.max().exp()))
+
+
+def _culprit(piece: Piece, batch: LossBatch, per_token: torch.Tensor) -> str:
+    """Which sample and token is at fault, as far as one can see it."""
+    for name, values in (("log-prob of the policy", batch.log_probs), ("policy loss", per_token)):
+        bad = (~torch.isfinite(values) & batch.mask).nonzero()
+        if len(bad):
+            row, token = bad[0].tolist()
+            value = float(values[row, token].detach())
+            return f"The {name} of sample {piece.numbers[row]}, token {token}, is {value}."
+    return "The policy loss of every token is finite: the KL, the entropy or a sum overflows."

@@ -1,0 +1,371 @@
+"""Policy losses: by hand on one token, and what must hold for every loss, aggregation and correction."""
+
+from dataclasses import fields, replace
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.algorithms.aggregation import aggregate, count_totals, row_weights
+from tasks.algorithms.losses import (
+    POLICY_LOSSES,
+    SELECTIONS,
+    LossBatch,
+    aggregation_mode,
+    loss_mode,
+    needs_current_log_probs,
+    policy_loss,
+    prepare_mini_batch,
+    why_skipped,
+)
+from tasks.config import ActorConfig, LossAggregation, LossMode, PolicyLossConfig, RolloutCorrectionConfig
+
+OFF = RolloutCorrectionConfig()
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def actor_with(mode, **options):
+    loss = {key: options.pop(key) for key in list(options) if key in PolicyLossConfig.model_fields}
+    loss.setdefault("dro_beta", 0.1)
+    return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=mode, **loss), **options)
+
+
+def one_token(ratio, advantage, mode="vanilla", **options):
+    """(loss, metrics) of one token with the given ratio of new to old probability; the new one is 0.5."""
+    new = torch.tensor([[0.5]], dtype=torch.float64).log()
+    batch = LossBatch(new, new - np.log(ratio), torch.full_like(new, advantage), torch.ones_like(new, dtype=torch.bool))
+    loss, metrics = POLICY_LOSSES[mode](batch, actor_with(mode, **options))
+    return loss.item(), {name: value.item() for name, value in metrics.items()}
+
+
+def random_batch(seed, rows=6, width=7, *, weights=False, spread=0.4):
+    """Rows of 0 to `width` loss tokens, with holes."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, width + 1, rows)
+    lengths[rng.integers(rows)] = max(1, lengths.max())
+    mask = (np.arange(width) < lengths[:, None]) & (rng.random((rows, width)) > 0.1)
+    mask[:, 0] = lengths > 0
+    new = -rng.exponential(1.0, (rows, width))
+    old = new - rng.normal(0, spread, (rows, width))
+    tensors = [torch.from_numpy(np.where(mask, x, 0.0)) for x in (new, old, rng.normal(0, 1, (rows, width)))]
+    importance = torch.from_numpy(np.where(mask, rng.uniform(0, 2, (rows, width)), 0.0)) if weights else None
+    return LossBatch(*tensors, torch.from_numpy(mask), importance), rng
+
+
+def take(batch, rows):
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return LossBatch(**{name: None if tensor is None else tensor[rows] for name, tensor in tensors.items()})
+
+
+def loss_and_gradient(batch, group, actor, correction, parts):
+    """Loss and gradient of a mini-batch cut into the given parts."""
+    prepared = prepare_mini_batch(batch, actor, correction)
+    leaf = batch.log_probs.clone().requires_grad_()
+    totals = count_totals(prepared.mask.sum(dim=1).numpy(), group)
+    weights = torch.from_numpy(row_weights(totals, aggregation_mode(actor, correction), scale=9.0))
+    total = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        piece = replace(take(prepared, part), log_probs=leaf[part])
+        per_token, _ = policy_loss(actor, correction)(piece, actor)
+        total = total + aggregate(per_token, piece.mask, weights[part])
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return total.item(), gradient
+
+
+# ------------------------------------------------------------------------------------------------------------- by hand
+
+
+def test_vanilla_is_the_ratio_times_the_advantage_inside_the_clip_range():
+    loss, metrics = one_token(1.1, 2.0)
+    assert loss == pytest.approx(-2.2)
+    assert metrics == {"pg_clipfrac": 0, "pg_clipfrac_lower": 0, "ppo_kl": pytest.approx(-np.log(1.1))}
+
+
+def test_vanilla_clips_above_for_positive_and_below_for_negative_advantages():
+    assert one_token(1.5, 2.0, clip_ratio_high=0.28)[0] == pytest.approx(-2 * 1.28)
+    assert one_token(0.5, -2.0, clip_ratio_low=0.2)[0] == pytest.approx(2 * 0.8)
+    assert one_token(1.5, 2.0)[1]["pg_clipfrac"] == 1
+
+
+def test_vanilla_leaves_a_ratio_that_moves_against_its_advantage():
+    assert one_token(0.5, 2.0)[0] == pytest.approx(-1.0)
+    assert one_token(2.5, -2.0)[0] == pytest.approx(5.0)
+
+
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage():
+    loss, metrics = one_token(8.0, -2.0, clip_ratio_c=3.0)
+    assert loss == pytest.approx(6.0)
+    assert metrics["pg_clipfrac_lower"] == 1
+    assert one_token(8.0, 2.0, clip_ratio_c=3.0)[1]["pg_clipfrac_lower"] == 0
+
+
+def test_cispo_weighs_the_log_prob_by_the_clipped_ratio():
+    assert one_token(2.0, 1.0, "cispo", clip_ratio_high=0.5)[0] == pytest.approx(-1.5 * np.log(0.5))
+
+
+def test_sapo_is_the_plain_policy_gradient_at_ratio_one():
+    batch, _ = random_batch(0, spread=0.0)
+    leaf = batch.log_probs.clone().requires_grad_()
+    loss, _ = POLICY_LOSSES["sapo"](replace(batch, log_probs=leaf), actor_with("sapo"))
+    (gradient,) = torch.autograd.grad(loss[batch.mask].sum(), leaf)
+    torch.testing.assert_close(gradient[batch.mask], -batch.advantages[batch.mask])
+
+
+def test_dro_adds_half_beta_times_the_squared_log_ratio():
+    assert one_token(2.0, 1.0, "dro", dro_beta=0.5)[0] == pytest.approx(-np.log(0.5) + 0.25 * np.log(2) ** 2)
+
+
+def test_dro_without_beta_is_refused_with_its_key():
+    batch, _ = random_batch(0)
+    with pytest.raises(ValueError, match="dro_beta"):
+        POLICY_LOSSES["dro"](batch, ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dro")))
+
+
+def test_dppo_drops_a_token_whose_probability_rose_too_far():
+    assert one_token(2.0, 1.0, "dppo_tv", clip_ratio_high=0.2)[0] == 0  # 0.25 -> 0.5
+    assert one_token(2.0, 1.0, "dppo_tv", clip_ratio_high=0.3, clip_ratio_c=20.0)[0] == pytest.approx(-2 * np.log(0.5))
+    assert one_token(2.0, -1.0, "dppo_tv", clip_ratio_low=0.2, clip_ratio_c=20.0)[0] != 0
+
+
+def test_gspo_gives_every_token_the_ratio_of_its_sequence():
+    new = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    old = new - torch.tensor([[0.3, -0.1]], dtype=torch.float64)
+    batch = LossBatch(new, old, torch.ones_like(new), torch.ones_like(new, dtype=torch.bool))
+    loss, _ = POLICY_LOSSES["gspo"](batch, actor_with("gspo"))
+    torch.testing.assert_close(loss, torch.full_like(loss, -float(np.exp(0.1))))
+
+
+def test_geo_mean_counts_the_mean_log_ratio_of_the_sequence():
+    new = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    old = new - torch.tensor([[0.3, -0.1]], dtype=torch.float64)
+    batch = LossBatch(new, old, torch.full_like(new, 2.0), torch.ones_like(new, dtype=torch.bool))
+    loss, _ = POLICY_LOSSES["geo_mean"](batch, actor_with("geo_mean", clip_ratio=0.2))
+    torch.testing.assert_close(loss, torch.full_like(loss, -2 * float(np.exp((0.2 - 0.1) / 2))))
+
+
+def test_kl_cov_penalises_the_tokens_with_the_largest_covariance():
+    new = torch.tensor([[-0.1, -1.0, -3.0, -2.0]], dtype=torch.float64)
+    advantages = torch.tensor([[2.0, 0.0, -0.5, 0.5]], dtype=torch.float64)
+    batch = LossBatch(new, new, advantages, torch.ones_like(new, dtype=torch.bool))
+    prepared = prepare_mini_batch(batch, actor_with("kl_cov", kl_cov_ratio=0.3), OFF)
+    assert prepared.selected.tolist() == [[True, False, False, False]]
+
+
+def test_clip_cov_takes_no_more_than_its_share_and_only_from_the_band():
+    batch, _ = random_batch(3, rows=40)
+    actor = actor_with("clip_cov", clip_cov_ratio=0.1, clip_cov_lb=-0.2, clip_cov_ub=0.2)
+    selected = prepare_mini_batch(batch, actor, OFF).selected
+    tokens = batch.mask.sum()
+    centred = [x - x[batch.mask].mean() for x in (batch.advantages, batch.log_probs)]
+    covariance = centred[0] * centred[1]
+    assert selected.sum() == int(tokens * 0.1)
+    assert (covariance[selected].abs() < 0.2).all()
+    assert (batch.mask | ~selected).all()
+
+
+# ------------------------------------------------------------------------------------------------- what holds for all
+
+
+CORRECTIONS = {
+    "none": OFF,
+    "normalised": RolloutCorrectionConfig(rollout_is="token", rollout_is_batch_normalize=True),
+    "bypass_clip": RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="0.6_1.6"),
+    "bypass_reinforce": RolloutCorrectionConfig(
+        bypass_mode=True,
+        loss_type="reinforce",
+        rollout_is="sequence",
+        rollout_is_batch_normalize=True,
+        rollout_rs="seq_mean_k3",
+        rollout_rs_threshold="0.2",
+    ),
+}
+
+
+# Bypass mode chooses the loss itself.
+PAIRS = [(m, c) for m in POLICY_LOSSES for c in CORRECTIONS if m == "vanilla" or not CORRECTIONS[c].bypass_mode]
+
+
+@pytest.mark.parametrize(("mode", "correction"), PAIRS)
+@pytest.mark.parametrize("aggregation", get_args(LossAggregation))
+@settings(max_examples=5, deadline=None)
+@given(seed=SEEDS)
+def test_loss_and_gradient_do_not_depend_on_cut_and_order(mode, aggregation, correction, seed):
+    correction = CORRECTIONS[correction]
+    batch, rng = random_batch(seed, weights=correction.rollout_is is not None and not correction.bypass_mode)
+    group = rng.integers(0, 3, len(batch.mask))
+    actor = actor_with(mode, loss_agg_mode=aggregation, clip_cov_lb=-1.0, clip_cov_ratio=0.2, kl_cov_ratio=0.2)
+    rows = np.arange(len(group))
+    loss, gradient = loss_and_gradient(batch, group, actor, correction, [rows])
+    cuts = np.sort(rng.choice(rows[1:], rng.integers(0, len(rows)), replace=False))
+    cut_loss, cut_gradient = loss_and_gradient(batch, group, actor, correction, np.split(rng.permutation(rows), cuts))
+    order = rng.permutation(rows)
+    moved_loss, moved = loss_and_gradient(take(batch, order), group[order], actor, correction, np.split(rows, cuts))
+    for other_loss, other in ((cut_loss, cut_gradient), (moved_loss, moved[np.argsort(order)])):
+        assert other_loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(other, gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_b37_eight_rows_of_very_different_length_give_one_loss_for_every_micro_batch_size(aggregation):
+    rng = np.random.default_rng(0)
+    lengths = np.array([1, 2, 3, 7, 12, 20, 33, 40])
+    mask = torch.from_numpy(np.arange(40) < lengths[:, None])
+    new = torch.from_numpy(-rng.exponential(1.0, (8, 40))) * mask
+    old = new + torch.from_numpy(rng.normal(0, 0.3, (8, 40))) * mask
+    batch = LossBatch(new, old, torch.from_numpy(rng.normal(size=(8, 1))).expand(8, 40), mask)
+    actor, group, rows = actor_with("vanilla", loss_agg_mode=aggregation), np.arange(8) // 4, np.arange(8)
+    whole = loss_and_gradient(batch, group, actor, OFF, [rows])
+    for size in (1, 2, 4):
+        parts = loss_and_gradient(batch, group, actor, OFF, [rows[i : i + size] for i in range(0, 8, size)])
+        assert parts[0] == pytest.approx(whole[0], rel=1e-12)
+        torch.testing.assert_close(parts[1], whole[1], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("mode", POLICY_LOSSES)
+@settings(max_examples=20, deadline=None)
+@given(seed=SEEDS, dtype=st.sampled_from([torch.float32, torch.bfloat16]), scale=st.sampled_from([1.0, 30.0, 1e4]))
+def test_loss_and_gradient_are_finite_for_log_probs_however_far_apart(mode, seed, dtype, scale):
+    rng = np.random.default_rng(seed)
+    new, old = (torch.from_numpy(-scale * rng.exponential(1.0, (4, 6))).to(dtype) for _ in range(2))
+    new[0], old[1] = 0.0, 0.0
+    advantages = torch.from_numpy(rng.normal(0, 100, (4, 6))).to(dtype)
+    batch = LossBatch(new, old, advantages, torch.from_numpy(rng.random((4, 6)) > 0.2))
+    actor = actor_with(mode, clip_cov_lb=-1e9, kl_cov_ratio=0.3)
+    leaf = new.clone().requires_grad_()
+    batch = replace(prepare_mini_batch(batch, actor, OFF), log_probs=leaf)
+    loss, metrics = policy_loss(actor, OFF)(batch, actor)
+    (gradient,) = torch.autograd.grad(loss.float().sum(), leaf)
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(gradient).all()
+    assert all(torch.isfinite(value).all() for value in metrics.values())
+
+
+NO_STOPPED_GRADIENT = ("vanilla", "sapo", "geo_mean", "gpg", "reinforce", "dro", "clip_cov", "kl_cov")
+
+
+@pytest.mark.parametrize("mode", NO_STOPPED_GRADIENT)
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_equal_finite_differences(mode, seed):
+    batch, _ = random_batch(seed, weights=True)
+    actor = actor_with(mode, clip_cov_lb=-1.0, clip_cov_ratio=0.2, kl_cov_ratio=0.2)
+    prepared = prepare_mini_batch(batch, actor, OFF)
+
+    def total(log_probs):
+        loss, _ = policy_loss(actor, OFF)(replace(prepared, log_probs=log_probs), actor)
+        return torch.where(batch.mask, loss, 0.0).sum()
+
+    assert torch.autograd.gradcheck(total, batch.log_probs.clone().requires_grad_(), eps=1e-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", sorted(set(POLICY_LOSSES) - set(NO_STOPPED_GRADIENT)))
+def test_where_the_weight_is_held_the_gradient_is_the_weight_times_the_advantage(mode):
+    batch, _ = random_batch(5, spread=0.1)
+    actor = actor_with(mode, clip_ratio=0.9, clip_ratio_c=20.0)
+    leaf = batch.log_probs.clone().requires_grad_()
+    loss, _ = policy_loss(actor, OFF)(replace(batch, log_probs=leaf), actor)
+    (gradient,) = torch.autograd.grad(torch.where(batch.mask, loss, 0.0).sum(), leaf)
+    log_ratio = batch.log_probs - batch.old_log_probs
+    if mode == "gspo":
+        tokens = batch.mask.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratio = ((log_ratio * batch.mask).sum(dim=1, keepdim=True) / tokens).expand_as(log_ratio)
+    want = -batch.advantages * log_ratio.exp()
+    torch.testing.assert_close(gradient[batch.mask], want[batch.mask])
+
+
+@pytest.mark.parametrize("mode", POLICY_LOSSES)
+def test_at_ratio_one_every_loss_has_the_plain_policy_gradient(mode):
+    batch, _ = random_batch(7, spread=0.0)
+    advantages = batch.advantages[:, :1].expand_as(batch.advantages)
+    batch = replace(batch, advantages=advantages)
+    actor = actor_with(mode, clip_cov_lb=1e6, clip_cov_ub=2e6, kl_cov_ratio=0.0, loss_agg_mode="seq-mean-token-mean")
+    rows, group = np.arange(len(advantages)), np.arange(len(advantages))
+    _, gradient = loss_and_gradient(batch, group, actor, OFF, [rows])
+    _, plain = loss_and_gradient(batch, group, actor_with("gpg", loss_agg_mode="seq-mean-token-mean"), OFF, [rows])
+    torch.testing.assert_close(gradient, plain)
+
+
+def test_padding_outside_the_mask_changes_nothing():
+    for mode in POLICY_LOSSES:
+        batch, _ = random_batch(11)
+        actor = actor_with(mode, kl_cov_ratio=0.2)
+        noise = torch.where(batch.mask, 0.0, torch.randn(batch.mask.shape, dtype=torch.float64))
+        other = replace(
+            batch,
+            log_probs=batch.log_probs + noise,
+            old_log_probs=batch.old_log_probs - noise,
+            advantages=batch.advantages + noise,
+        )
+        rows = np.arange(len(batch.mask))
+        clean, gradient = loss_and_gradient(batch, rows, actor, OFF, [rows])
+        noisy, noisy_gradient = loss_and_gradient(other, rows, actor, OFF, [rows])
+        assert noisy == pytest.approx(clean)
+        torch.testing.assert_close(noisy_gradient, gradient)
+
+
+# ------------------------------------------------------------------------------------------------------- which and when
+
+
+def test_the_configuration_knows_exactly_the_registered_losses():
+    assert set(get_args(LossMode)) == set(POLICY_LOSSES)
+    assert set(SELECTIONS) <= set(POLICY_LOSSES)
+
+
+def test_a_made_up_loss_needs_one_function_and_its_name(monkeypatch):
+    monkeypatch.setitem(POLICY_LOSSES, "made_up", lambda batch, actor: (-batch.advantages * batch.log_probs, {}))
+    actor = ActorConfig.model_construct(
+        **{**dict(ActorConfig()), "policy_loss": PolicyLossConfig.model_construct(loss_mode="made_up")}
+    )
+    batch, _ = random_batch(0)
+    rows = np.arange(len(batch.mask))
+    made_up = loss_and_gradient(batch, rows, actor, OFF, [rows])
+    assert made_up[0] == loss_and_gradient(batch, rows, actor_with("gpg"), OFF, [rows])[0]
+
+
+def test_an_unknown_loss_is_refused_with_the_known_ones():
+    actor = ActorConfig.model_construct(policy_loss=PolicyLossConfig.model_construct(loss_mode="nope"))
+    with pytest.raises(ValueError, match="'nope' is unknown; there are vanilla, gspo"):
+        policy_loss(actor, OFF)
+
+
+def test_bypass_mode_reaches_the_loss():
+    actor = actor_with("gspo")
+    clip = RolloutCorrectionConfig(bypass_mode=True)
+    plain = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="token")
+    assert loss_mode(actor, clip) == "vanilla"
+    assert loss_mode(actor, plain) == "reinforce"
+    assert not needs_current_log_probs(actor, clip)
+    assert needs_current_log_probs(actor, plain)
+
+
+def test_bypass_with_reinforce_weighs_each_token_by_the_current_policy_over_the_sampler():
+    batch, _ = random_batch(2, spread=0.2)
+    correction = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="token")
+    prepared = prepare_mini_batch(batch, actor_with("vanilla"), correction)
+    ratio = (batch.log_probs - batch.old_log_probs).exp().clamp(max=2.0)
+    torch.testing.assert_close(prepared.rollout_is_weights, torch.where(batch.mask, ratio, 0.0), rtol=1e-6, atol=1e-7)
+
+
+def test_normalised_weights_have_mean_one_over_the_mini_batch():
+    batch, _ = random_batch(4, weights=True)
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_batch_normalize=True)
+    prepared = prepare_mini_batch(batch, actor_with("vanilla"), correction)
+    assert prepared.rollout_is_weights[batch.mask].mean().item() == pytest.approx(1.0)
+
+
+def test_an_empty_mini_batch_and_zero_weights_are_reasons_to_skip():
+    batch, _ = random_batch(4, weights=True)
+    assert why_skipped(batch) is None
+    assert why_skipped(replace(batch, mask=torch.zeros_like(batch.mask))) == "no token is in the loss"
+    zeros = replace(batch, rollout_is_weights=torch.zeros_like(batch.log_probs))
+    assert why_skipped(zeros) == "all importance weights are 0"
+
+
+@pytest.mark.parametrize(("mode", "correction"), PAIRS)
+def test_a_mini_batch_without_loss_tokens_is_prepared_without_nan(mode, correction):
+    batch, _ = random_batch(4, weights=True)
+    batch = replace(batch, mask=torch.zeros_like(batch.mask))
+    prepared = prepare_mini_batch(batch, actor_with(mode), CORRECTIONS[correction])
+    assert why_skipped(prepared) is not None
