@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from flows.prefect_runs import PrefectRuns
@@ -33,6 +33,16 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, EOFError) or (isinstance(error, OSError) and error.errno not in _FINAL_ERRNOS)
 
 
+class Stages(Protocol):
+    """How a flow function calls its stages."""
+
+    def run(self, stage: Callable[..., R], *args: Any) -> R:
+        """Call a stage and wait for what it returns."""
+
+    def start(self, stage: Callable[..., R], *args: Any) -> Callable[[], R]:
+        """Begin a stage beside the ones that follow; calling the result waits for what it returns."""
+
+
 class PlainStages:
     """Stages as function calls, tried again where that can help. `plain_stages` makes them."""
 
@@ -40,7 +50,6 @@ class PlainStages:
         self._threads = threads
 
     def run(self, stage: Callable[..., R], *args: Any) -> R:
-        """Call a stage and wait for what it returns."""
         for pause_s in RETRY_PAUSES_S:
             try:
                 return stage(*args)
@@ -51,7 +60,6 @@ class PlainStages:
         return stage(*args)
 
     def start(self, stage: Callable[..., R], *args: Any) -> Callable[[], R]:
-        """Begin a stage beside the ones that follow; calling the result waits for what it returns."""
         return self._threads.submit(contextvars.copy_context().run, self.run, stage, *args).result
 
 

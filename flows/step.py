@@ -9,10 +9,10 @@ made from the same things is not run again.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from flows.stages import Stages
 from storage import Artifact
 from storage.artifacts import read_manifest
 from tasks.advantage import advantage
@@ -42,6 +42,16 @@ class Workers:
     rewards: RewardPool
     train: PreparedPrompts
     val: PreparedPrompts | None
+
+
+class Stages(Protocol):
+    """How a stage function is called: plainly, or as a Prefect task; see flows/stages.py."""
+
+    def run(self, stage: Callable[..., Artifact], *args: Any) -> Artifact:
+        """Call a stage and wait for its artifact."""
+
+    def start(self, stage: Callable[..., Artifact], *args: Any) -> Callable[[], Artifact]:
+        """Begin a stage beside the ones that follow; calling the result waits for its artifact."""
 
 
 def train_step(step: Step, workers: Workers, stages: Stages) -> dict[str, Artifact]:

@@ -1,33 +1,35 @@
-"""The warm start: a model and its data that the quickstart makes for itself, as a flow of stages, once per key.
+"""The warm start: a tiny model and its data, which the quickstart makes for itself.
 
-    make_data -> train_and_measure -> commit          into <storage.root>/warm_start/<key>/
-
-The key is a digest of the parameters, the seed, the code and the versions of the libraries; a folder that is committed
-under it and still as it was committed is used again.
+make_data -> train_and_measure -> commit          into <storage.root>/warm_start/<key>/
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from storage.durable import sha256_json
-from storage.prepared import commit_prepared, find_prepared, new_folder, sole_maker
-from tasks.stage import code_digest
+from flows.prepared import Say, Stages, made_from, make_once
+from storage.prepared import commit_prepared, new_folder
 from tasks.warm_start.parameters import WarmStartParameters
 from tasks.warm_start.stages import MODEL, TRAIN_FILE, VAL_FILE, make_data, train_and_measure
 
+if TYPE_CHECKING:
+    from flows.prefect_server import PrefectAPI
+
 logger = logging.getLogger(__name__)
 
-CODE = ("tasks.warm_start", "tasks.seeds", "tasks.rewards.gsm8k")
+CODE = (
+    "tasks.warm_start.parameters",
+    "tasks.warm_start.problem_files",
+    "tasks.warm_start.stages",
+    "tasks.warm_start.supervised",
+    "tasks.warm_start.word_problems",
+    "tasks.rewards.gsm8k",
+    "tasks.seeds",
+)
 LIBRARIES = ("numpy", "pyarrow", "tokenizers", "torch", "transformers")
-
-Call = Callable[..., Any]
-"""How a stage is called: `call(stage, *args)` runs it plainly or as a Prefect task."""
 
 
 @dataclass(frozen=True)
@@ -39,78 +41,43 @@ class WarmStart:
         train_file: prompts for training.
         val_file: prompts over held-out operand pairs.
         metrics: of the supervised training, and the model's accuracy on the held-out prompts.
-        reused: whether an earlier run had made it.
     """
 
     model_path: Path
     train_file: Path
     val_file: Path
     metrics: dict[str, float]
-    reused: bool
 
 
 def ensure_warm_start(
-    root: Path, parameters: WarmStartParameters, seed: int, *, orchestrated: bool = False, say: Call = logger.info
+    root: Path,
+    parameters: WarmStartParameters,
+    seed: int,
+    *,
+    api: PrefectAPI | None = None,
+    say: Say = logger.info,
 ) -> WarmStart:
-    """Find the warm start of these parameters and this seed, or make it; other processes that want it wait.
+    """Find the warm start of these parameters and this seed, or make it.
 
     Args:
         root: `storage.root`.
         parameters: what it is made from.
         seed: of data, demonstrations and first weights.
-        orchestrated: make it as a Prefect flow; a server must be configured.
+        api: Prefect server to report to; None: call the stages plainly.
         say: told what is done, in sentences.
     """
-    key = warm_start_key(parameters, seed)
+    key = made_from({"parameters": asdict(parameters), "seed": seed}, CODE, LIBRARIES)
     folder = root / "warm_start" / key
-    with sole_maker(folder):
-        manifest = find_prepared(folder, key, lambda reason: say(f"The warm start is made again: {reason}."))
-        reused = manifest is not None
-        if manifest is None:
-            steps, batch = parameters.schedule.steps, parameters.schedule.batch
-            say(f"Warm start: {steps} supervised steps of {batch} demonstrations, once; kept in {folder}.")
-            make = _as_flow if orchestrated else _plainly
-            manifest = make(folder, key, parameters, seed)
-    metrics = manifest["metrics"]
-    return WarmStart(folder / MODEL, folder / TRAIN_FILE, folder / VAL_FILE, metrics, reused)
+    schedule = parameters.schedule
+    about = f"Warm start: {schedule.steps} supervised steps of {schedule.batch} demonstrations, kept in {folder}"
+    manifest = make_once(folder, key, warm_start, parameters, seed, about=about, api=api, say=say)
+    return WarmStart(folder / MODEL, folder / TRAIN_FILE, folder / VAL_FILE, manifest["metrics"])
 
 
-def warm_start_key(parameters: WarmStartParameters, seed: int) -> str:
-    """Sixteen hex digits of what decides the result."""
-    made_from = {
-        "parameters": asdict(parameters),
-        "seed": seed,
-        "code": code_digest(CODE),
-        "libraries": {name: version(name) for name in LIBRARIES},
-    }
-    return sha256_json(made_from)[:16]
-
-
-def warm_start(folder: Path, key: str, parameters: WarmStartParameters, seed: int, call: Call) -> dict[str, Any]:
-    """Run the stages in order and return the manifest of what they committed."""
+def warm_start(folder: Path, key: str, parameters: WarmStartParameters, seed: int, stages: Stages) -> dict[str, Any]:
+    """Make the data, train on the demonstrations, measure, commit; return the manifest."""
     with new_folder(folder, "the warm start") as aside:
-        call(make_data, aside, parameters, seed)
-        metrics = call(train_and_measure, aside, parameters, seed)
+        stages.run(make_data, aside, parameters, seed)
+        metrics = stages.run(train_and_measure, aside, parameters, seed)
         about = {"parameters": asdict(parameters), "seed": seed, "metrics": metrics}
-        return call(commit_prepared, aside, folder, key, about)
-
-
-def _plainly(folder: Path, key: str, parameters: WarmStartParameters, seed: int) -> dict[str, Any]:
-    return warm_start(folder, key, parameters, seed, lambda stage, *args: stage(*args))
-
-
-def _as_flow(folder: Path, key: str, parameters: WarmStartParameters, seed: int) -> dict[str, Any]:
-    from prefect import flow, task
-    from prefect.cache_policies import NO_CACHE
-
-    def as_task(stage: Call, *args: Any) -> Any:
-        return task(stage, name=stage.__name__, cache_policy=NO_CACHE, persist_result=False)(*args)
-
-    run = flow(
-        warm_start,
-        name="warm_start",
-        flow_run_name=f"warm-start-{key}",
-        validate_parameters=False,
-        persist_result=False,
-    )
-    return run(folder, key, parameters, seed, as_task)
+        return stages.run(commit_prepared, aside, folder, key, about)

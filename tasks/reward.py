@@ -75,6 +75,7 @@ def reward_rows(prompts: Artifact, rollouts: Artifact) -> list[RewardRow]:
             "prompt": json.loads(row["prompt"]),
             "ground_truth": None if row["ground_truth"] is None else json.loads(row["ground_truth"]),
             "extra_info": json.loads(row["extra_info"]),
+            "group_id": name,
         }
         for name, row in by_group.items()
     }

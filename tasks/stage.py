@@ -69,12 +69,13 @@ class Step:
             also: anything else that decides its result.
         """
         version = max(self.index - 1, 0) if policy_version is None else policy_version
+        values = self.cfg.model_dump(mode="json")
         key = sha256_json(
             {
                 "stage": stage,
                 "step": self.index,
                 "policy_version": version,
-                "config": {key: config_value(self.cfg, key) for key in reads},
+                "config": {key: config_value(values, key) for key in reads},
                 "parents": {parent.stage: parent.digest for parent in parents},
                 "code": code_digest(tuple(code)),
                 "also": also or {},
@@ -149,12 +150,12 @@ class Stage:
             )
 
 
-def config_value(cfg: RunConfig, key: str) -> Any:
-    """The JSON value of a dotted configuration key; a section gives all its keys."""
-    value: Any = cfg
+def config_value(values: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key in a configuration as JSON values; a section gives all its keys."""
+    value: Any = values
     for name in key.split("."):
-        value = getattr(value, name)
-    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
+        value = value[name]
+    return value
 
 
 @cache

@@ -103,8 +103,8 @@ class TransformersEngine:
         size = self._worker.cfg.actor_rollout_ref.rollout.max_num_seqs
         lengths = prompts.lengths[group]
         order = np.lexsort((group, lengths))
-        starts = [] if self._worker.model.full_attention else np.flatnonzero(np.diff(lengths[order])) + 1
-        for part in np.split(order, starts):
+        changes = np.flatnonzero(np.diff(lengths[order])) + 1
+        for part in [order] if self._worker.model.full_attention else np.split(order, changes):
             yield from (part[start : start + size] for start in range(0, len(part), size))
 
 
@@ -188,15 +188,15 @@ class _Wave:
     def _at_stop_text(self, position: int, tokenizer: Tokenizer) -> torch.Tensor:
         """[batch rows] whether the newest token completes a stop text.
 
-        A token is one byte of text at least, so a stop text lies within as many last tokens as it has bytes.
+        Nearly every token is one byte of text at least, so a stop text lies within as many last tokens as it has bytes,
+        and some to spare for those that are none.
         """
         stop = self.sampling.stop
         if not stop:
             return torch.zeros(len(self.alive), dtype=torch.bool, device=self.alive.device)
-        first = max(position + 1 - max(len(text.encode()) for text in stop), 0)
-        texts = tokenizer.batch_decode(
-            self.tokens[self.alive, first : position + 1].tolist(), skip_special_tokens=False
-        )
+        first = max(position - max(len(text.encode()) for text in stop) - 3, 0)
+        newest = self.tokens[self.alive, first : position + 1].tolist()
+        texts = tokenizer.batch_decode(newest, skip_special_tokens=False)
         return torch.tensor([any(part in text for part in stop) for text in texts], device=self.alive.device)
 
     def _let_go(self, going: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -220,7 +220,7 @@ class _Wave:
 
 
 class _SlabLayer(DynamicLayer):
-    """Keys and values of one layer in memory that is taken once, where transformers' own layer copies all at each token.
+    """Keys and values of one layer in memory that is taken once; transformers' own layer copies all at each token.
 
     `keys` and `values` are views of the part that is filled.
     """

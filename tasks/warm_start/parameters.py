@@ -37,8 +37,8 @@ class WarmStartParameters:
     shape: Shape = Shape()
     schedule: Schedule = Schedule()
     mistake_share: float = 0.6
-    """Share of the demonstrations that forget the carry, where there is one. Above one half, the likeliest answer is the
-    wrong one and the right one is still often sampled: that is what GRPO turns round."""
+    """Share of the demonstrations that forget the carry, where there is one. Above one half, the likeliest answer is
+    the wrong one while the right one is still often sampled: that is what GRPO turns round."""
     carry_share: float = 0.8
     """Share of problems that need a carry."""
     train_prompts: int = 2048

@@ -41,7 +41,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
 
     loaded = LlamaForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     config = loaded.config.to_dict()
-    for name in ("quantization_config", "_name_or_path"):
+    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(name, None)
     # A model that was loaded from GGUF is still marked as quantised; a fresh one is not.
     with torch.device("meta"):

@@ -1,9 +1,9 @@
 """The warm start's stages as pure functions between files: make the data, train on the demonstrations and measure.
 
-    demonstrations.parquet   text: what the model is trained on, mistakes included
-    train.parquet            prompts for GRPO
-    val.parquet              prompts over held-out operand pairs
-    model/                   the trained model with its tokenizer, in Hugging Face format
+demonstrations.parquet   text: what the model is trained on, mistakes included
+train.parquet            prompts for GRPO
+val.parquet              prompts over held-out operand pairs
+model/                   the trained model with its tokenizer, in Hugging Face format
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def train_and_measure(folder: Path, parameters: WarmStartParameters, seed: int) 
     return metrics | _measure(model, tokenizer, folder / VAL_FILE, responses.shape[1], parameters.samples, seed)
 
 
-def _measure(
-    model: Any, tokenizer: Any, file: Path, response_length: int, samples: int, seed: int
-) -> dict[str, float]:
+def _measure(model: Any, tokenizer: Any, file: Path, response_length: int, samples: int, seed: int) -> dict[str, float]:
     from tasks.warm_start.supervised import pass_at_k, write_responses
 
     rows = pq.read_table(file, columns=["prompt", "reward_model"]).to_pydict()

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tasks.seeds import hashed

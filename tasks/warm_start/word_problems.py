@@ -1,6 +1,6 @@
 r"""One-sentence addition problems: the task, its tokenizer, and demonstrations by a pupil who often forgets the carry.
 
-    Ann has 27 apples and buys 15. How many apples?\n   ->   27+15=42\n#### 42
+Ann has 27 apples and buys 15. How many apples?\n   ->   27+15=42\n#### 42
 """
 
 from __future__ import annotations
@@ -159,14 +159,14 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer.save_pretrained(folder)
-    text = tell(np.random.default_rng(0), np.array([[27, 15]]))[0].prompt + response(27, 15, 42)
+    text = f"Ann has 27 apples and buys 15. How many apples?\n{response(27, 15, 42)}"
     loaded = AutoTokenizer.from_pretrained(folder)
     check_round_trip(loaded, text)
     wanted, got = ids_of(tokenizer, [text])[0], ids_of(loaded, [text])[0]
     if got != wanted or loaded.eos_token_id != tokenizer.eos_token_id:
         raise ValueError(
-            f"{folder} holds the word-level tokenizer, but AutoTokenizer makes {type(loaded).__name__} of it, which gives "
-            f"{got} for {text!r} instead of {wanted}. Choose another model type in the folder's config.json."
+            f"{folder} holds the word-level tokenizer, but AutoTokenizer makes {type(loaded).__name__} of it, which "
+            f"gives {got} for {text!r} instead of {wanted}. Choose another model type in the folder's config.json."
         )
 
 
