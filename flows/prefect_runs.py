@@ -412,6 +412,15 @@ class _Courier:
             self.away = False
             self._say(f"The Prefect API answers again after {time.monotonic() - self._away_since:.0f} s")
 
+    def _await_start(self) -> None:
+        """Wait here for a server that is still starting; flows run plainly meanwhile, and their states are kept."""
+        if not self._api.answers():
+            self.away = True
+            problem = self._api.wait_ready(lambda _: None, self._given_up)
+            self.away = False
+            if problem is not None:
+                self.went_away(problem)
+
     def _carry(self) -> None:
         updates: dict[Any, Any] = {
             "api.url": self._api.url,
@@ -420,6 +429,7 @@ class _Courier:
         }
         hooks = {"response": [_refuse_to_wait]}
         with temporary_settings(updates), get_client({"event_hooks": hooks}, sync_client=True) as client:
+            self._await_start()
             while not self._given_up.is_set():
                 try:
                     item = self._calls.get(timeout=1.0)

@@ -100,8 +100,11 @@ class PrefectAPI:
         except (OSError, ValueError):
             return False
 
-    def wait_ready(self, say: Callable[[str], None] = logger.info) -> str | None:
+    def wait_ready(
+        self, say: Callable[[str], None] = logger.info, given_up: threading.Event | None = None
+    ) -> str | None:
         """Wait until the API answers; return None, or a sentence that says why it does not."""
+        given_up = given_up or threading.Event()
         started = time.monotonic()
         next_word_s = 3.0
         while not self.answers():
@@ -114,7 +117,8 @@ class PrefectAPI:
             if waited_s > next_word_s:
                 say(f"Waiting for the Prefect server at {self.url}: {waited_s:.0f} s of at most {self.wait_s:g} s")
                 next_word_s += 10.0
-            time.sleep(0.1)
+            if given_up.wait(0.1):
+                return "nobody waited for it any longer"
         return None
 
     def revive(self) -> None:

@@ -7,9 +7,11 @@ metrics always carry the time at which the step finished, so that sent twice the
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import posixpath
 import re
@@ -17,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -231,6 +234,7 @@ class _Sender:
         self._sent: dict[int, dict[str, Any]] = {}
         self._refused: list[str] = []
         self._no_value: dict[str, int] = {}
+        self._no_value_told = 0
         self._read_log()
 
     def send(self) -> None:
@@ -310,7 +314,7 @@ class _Sender:
         return self._mlflow_run
 
     def _new_run(self, client: MlflowClient) -> str:
-        """The run in the store, made if it is not there; a process that died before it could note it may have made it."""
+        """The run in the store, made if it is not there: a process that died before it noted it may have made it."""
         experiment = self._experiment(client)
         ours = f"tags.`grpoflow.run_id` = '{self._run.run_id}'"
         found = client.search_runs([experiment], ours, max_results=1)
@@ -367,11 +371,9 @@ class _Sender:
         return first + self._run.finished_steps()
 
     def _find_unsent(self) -> None:
-        unsent = [index for index in self._with_record() if index not in self._sent]
-        known = set(unsent)
-        later = [index for index in self.steps if index not in known]
-        self.steps.clear()
-        self.steps.extend([*unsent, *later])
+        """Put what earlier processes left before what this one has finished."""
+        known = {*self.steps, *self._sent}
+        self.steps.extendleft(index for index in reversed(self._with_record()) if index not in known)
 
     def _next_chunk(self) -> list[tuple[int, dict[str, Any]]]:
         """The next steps whose metrics fit into one call; at least one, if any is left to send."""
@@ -401,7 +403,7 @@ class _Sender:
             if key in used:
                 key = f"{key}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
             used.add(key)
-            if value is None or abs(value) == float("inf") or value != value:
+            if value is None or not math.isfinite(value):
                 self._no_value.setdefault(name, index)
             else:
                 yield Metric(key, float(value), timestamp, index)
@@ -412,10 +414,11 @@ class _Sender:
         return known["timestamp"] if known else _milliseconds(record["finished_at"])
 
     def _report_no_value(self, client: MlflowClient, run_id: str) -> None:
-        names = {name: index for name, index in self._no_value.items() if index >= 0}
-        if names:
-            text = json.dumps(self._no_value | names)[:5000]
-            self._halving(["tag"], lambda _: client.set_tag(run_id, "grpoflow.no_value_at_step", text))
+        """Keep the names of metrics that had no number, each with the first step at which it had none, as a tag."""
+        if len(self._no_value) > self._no_value_told:
+            text = json.dumps(self._no_value)[:5000]
+            self._halving(["tag"], lambda _: client.set_tag(run_id, "grpoflow.no_value_since_step", text))
+            self._no_value_told = len(self._no_value)
 
     def _halving(self, items: Sequence[T], send: Callable[[Sequence[T]], Any]) -> None:
         """Send items in one call; if the store refuses them, find the one it refuses and send the others."""
@@ -494,13 +497,27 @@ def _client(uri: str) -> MlflowClient:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    for chatty in ("mlflow", "alembic"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
     from mlflow import MlflowClient
 
     for chatty in ("mlflow", "alembic"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
-    return MlflowClient(tracking_uri=uri)
+    with _sole_opener(uri):
+        client = MlflowClient(tracking_uri=uri)
+        client.search_experiments(max_results=1)
+    return client
+
+
+@contextmanager
+def _sole_opener(uri: str) -> Iterator[None]:
+    """Let one process at a time open a SQLite store: the first makes its tables, which the others would disturb."""
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    path = Path(uri.removeprefix("sqlite:///"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -530,7 +547,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _milliseconds(moment: str) -> int:
-    return int(datetime.fromisoformat(moment).timestamp() * 1000)
+    return round(datetime.fromisoformat(moment).timestamp() * 1000)
 
 
 def _now_ms() -> int:

@@ -61,7 +61,7 @@ def train(files: Sequence[Path], overrides: Sequence[str]) -> int:
     with ExitStack() as stack:
         stack.enter_context(sigterm_raises())
         api = stack.enter_context(prefect_api(cfg.orchestration, Path(cfg.storage.root), console.print))
-        cfg = prepare(files, cfg, console, orchestrated=api is not None and api.wait_ready(console.print) is None)
+        cfg = prepare(files, cfg, console, api)
         outcome = run_training(cfg, console, api)
     print_outcome(outcome, console)
     return 0

@@ -214,7 +214,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise StorageError(f"{path} is no valid manifest: {error.errors()[0]['msg']}") from error
     if manifest.format_version > FORMAT_VERSION:
         raise StorageError(
-            f"{path} has format {manifest.format_version}, newer than this version's {FORMAT_VERSION}. Upgrade grpoflow."
+            f"{path} has format {manifest.format_version}, newer than this version's {FORMAT_VERSION}. "
+            "Upgrade grpoflow."
         )
     if manifest.digest != _content_digest(manifest.schema_id, manifest.parts):
         raise StorageError(f"{path} contradicts itself: its digest is not that of its parts")

@@ -110,7 +110,7 @@ def _rewards_less_kl(
 
 
 def score_at_last_token(score: np.ndarray, mask: Ragged) -> Ragged:
-    """N rows float32: the score at each response's last token, 0 before it; an empty response has no token to carry it."""
+    """N rows float32: the score at each response's last token, 0 before it; an empty response has no token for it."""
     rewards = np.zeros(len(mask.values), dtype=np.float32)
     carried = (mask.lengths > 0) & ~np.isnan(score)
     rewards[mask.offsets[1:][carried] - 1] = score[carried]

@@ -427,13 +427,13 @@ class RolloutCorrectionConfig(Section):
     rollout_is: Literal["token", "sequence"] | None = None
     """Level of truncated importance sampling; null: off."""
     rollout_is_threshold: float | str = 2.0
-    """Upper bound of a weight, or `low_high`."""
+    """Upper bound of a weight, or `low_high`: weights outside are 0."""
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean over the mini-batch."""
     rollout_rs: str | None = None
-    """Rejection rules, comma-separated; null: off."""
+    """Rejection rules, comma-separated: token, seq_sum, seq_mean or seq_max, `_`, k1, k2 or k3; null: off."""
     rollout_rs_threshold: float | str | None = None
-    """Their bounds, comma-separated."""
+    """Their bounds, comma-separated: for k1 `low_high` of the ratio sampler / trainer, for k2 and k3 one in nats."""
     bypass_mode: bool = False
     """Use the engine's log-probs as the ratio's denominator and skip the old-log-prob pass."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"

@@ -45,9 +45,9 @@ def generate(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: To
     if metrics.get("rollout/duplicate_share") == 1.0 and rollout.do_sample and rollout.temperature > 0:
         raise StageError(
             f"step {step.index}: all {rollout.n} responses of every group are the same although "
-            f"actor_rollout_ref.rollout.temperature is {rollout.temperature}. A step on them teaches nothing. The policy "
-            "has collapsed, or the engine ignores its seeds: look at `grpoflow show`, go back to an earlier checkpoint, "
-            "or raise the temperature."
+            f"actor_rollout_ref.rollout.temperature is {rollout.temperature}. A step on them teaches nothing. The "
+            "policy has collapsed, or the engine ignores its seeds: look at `grpoflow show`, start again from an "
+            "earlier checkpoint, or raise the temperature."
         )
     return stage.commit(columns, metrics=metrics, shapes=_shapes(responses), notes=_notes(responses, engine))
 
@@ -98,7 +98,8 @@ def _sample(
     step: Step, prompts: Artifact, engine: RolloutEngine, sampling: Sampling, n: int, version: int
 ) -> tuple[dict[str, object], Responses]:
     if engine.policy_version != version:
-        raise StageError(f"step {step.index} samples from policy {version} but the engine holds {engine.policy_version}")
+        held = engine.policy_version
+        raise StageError(f"step {step.index} samples from policy {version} but the engine holds {held}")
     table = read_table(prompts, ["group_id", "prompt_index", "prompt_ids"])
     group = np.repeat(np.arange(table.num_rows), n)
     sample = np.tile(np.arange(n), table.num_rows)

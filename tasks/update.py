@@ -159,7 +159,7 @@ def _compare(done: Artifact, digest: str, step: int) -> None:
     recorded = read_table(done, ["weights_digest"])["weights_digest"].to_pylist()[-1]
     if recorded != digest:
         raise StageError(
-            f"update {step} was made again from its stored batch and gives other weights: SHA-256 {digest[:12]} against "
-            f"the recorded {recorded[:12]}. Bit equality needs the same device type, library versions and thread count "
+            f"update {step} was made again from its stored batch and gives other weights: SHA-256 {digest[:12]} "
+            f"against the recorded {recorded[:12]}. Bit equality needs the same device type, library versions and thread count "
             "as the run had; a checkpoint after this step needs no repetition."
         )

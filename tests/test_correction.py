@@ -122,6 +122,14 @@ def test_without_rules_the_mask_and_the_loss_stay_as_they_are():
     assert "rollout_corr/kl" in result.metrics
 
 
+def test_sequence_weights_of_a_trainer_that_is_far_more_certain_are_held():
+    sampler, trainer = rows([-1e4], [-2e4]), rows([0.0], [0.0])
+    mask = rows([True], [True], dtype=bool)
+    result = correct(sampler, trainer, mask, RolloutCorrectionConfig(rollout_is="sequence"))
+    assert result.weights.values.tolist() == [2.0, 2.0]
+    assert result.metrics["rollout_corr/rollout_is_min"] == pytest.approx(np.exp(20))
+
+
 def test_a_step_without_tokens_is_refused():
     with pytest.raises(ValueError, match="the mask holds none"):
         correct(rows([], []), rows([], []), rows([], [], dtype=bool), RolloutCorrectionConfig())

@@ -245,7 +245,7 @@ def maxrl(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6
     Meant for scores of 0 and above; the divisor keeps its sign and is no smaller than epsilon.
     """
     groups = group_statistics(inputs.outcome, inputs.group)
-    mean = np.where(groups.verdicts >= 2, groups.mean, 1.0) + np.where(groups.verdicts >= 2, epsilon, 0.0)
+    mean = np.where(groups.verdicts >= 2, groups.mean + epsilon, 1.0)
     divisor = np.copysign(np.maximum(np.abs(mean), epsilon), mean)
     return _same_for_every_token(inputs, groups, groups.centred / divisor)
 
@@ -450,12 +450,15 @@ def _token_rewards(inputs: AdvantageInput) -> np.ndarray:
 
 def discounted_returns(rewards: np.ndarray, mask: Ragged, gamma: float) -> np.ndarray:
     """[tokens] float64 reward of each sampled token and of those after it, discounted by gamma a token; 0 elsewhere."""
-    returns = np.zeros(len(rewards))
-    for row, start in enumerate(mask.offsets[:-1]):
-        running = 0.0
-        for place in start + np.flatnonzero(mask[row])[::-1]:
-            running = rewards[place] + gamma * running
-            returns[place] = running
+    sampled = np.flatnonzero(mask.values)
+    counts = row_sums(mask, mask.values).astype(np.int64)
+    ends = np.cumsum(counts)
+    returns, running = np.zeros(len(rewards)), np.zeros(len(mask))
+    for back in range(1, int(counts.max(initial=0)) + 1):
+        rows = np.flatnonzero(counts >= back)
+        places = sampled[ends[rows] - back]
+        running[rows] = rewards[places] + gamma * running[rows]
+        returns[places] = running[rows]
     return returns
 
 

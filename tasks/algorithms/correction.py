@@ -303,7 +303,7 @@ def _weight_metrics(
     by_row, raw_by_row = rows.means(weights), rows.means(raw)
     if level == "sequence":
         total = rows.sums(log_ratio)
-        largest, smallest = math.exp(min(total.max(), MAX_LOG_RATIO)), math.exp(total.min())
+        largest, smallest = (math.exp(min(bound, MAX_LOG_RATIO)) for bound in (total.max(), total.min()))
         above, below = float((total > math.log(band.high)).mean()), float((total < math.log(low)).mean())
     else:
         largest, smallest = float(weights[rows.mask].max()), float(weights[rows.mask].min())

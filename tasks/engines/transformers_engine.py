@@ -144,7 +144,7 @@ class _Wave:
         going = torch.ones_like(self.stopped)
         for position in range(self.tokens.shape[1]):
             chosen = self._record(position, logits)
-            ended = torch.isin(chosen, ends) | self._at_stop_text(position, tokenizer)
+            ended = (chosen.unsqueeze(1) == ends).any(dim=1) | self._at_stop_text(position, tokenizer)
             last = self.alive[going[self.alive] & ended]
             self.stopped[last], self.lengths[last] = True, position + 1
             going[self.alive] &= ~ended & (self.limits[self.alive] > position + 1)
@@ -174,7 +174,7 @@ class _Wave:
         self.lengths_before = self.prompt_lengths.index_select(0, self.places)
         seen = seen_keys(self.lengths_before, width, self.tokens.shape[1])
         self.padded = len(seen) == len(self.lengths_before)
-        self.seen = added_to_scores(model, seen.unsqueeze(1)) if model.eager and model.full_attention else seen
+        self.seen = added_to_scores(model, seen.unsqueeze(1)) if model.adds_mask and model.full_attention else seen
         return model.logits(torch.cat(last)).index_select(0, self.places)
 
     def _record(self, position: int, logits: torch.Tensor) -> torch.Tensor:

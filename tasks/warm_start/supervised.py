@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as bars
 
 from tasks.seeds import hashed
 from tasks.warm_start.parameters import Schedule, Shape
@@ -137,8 +138,14 @@ def pass_at_k(right: np.ndarray, k: int) -> float:
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write the model as config.json and model.safetensors."""
-    model.save_pretrained(folder)
+    """Write the model as config.json and model.safetensors, without a progress bar."""
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def mask_after_prompts(model: CausalModel, prompt_lengths: torch.Tensor, width: 
         [B or 1, 1, fed, width + fed] 0 or the type's lowest number; or [B, width + fed] bool, None without padding.
     """
     seen = seen_keys(prompt_lengths, width, fed)
-    if not model.eager:
+    if not model.adds_mask:
         return None if len(seen) < len(prompt_lengths) else seen
     causal = torch.ones(fed, width + fed, dtype=torch.bool, device=seen.device).tril(width)
     return added_to_scores(model, causal & seen.unsqueeze(1))

@@ -218,6 +218,10 @@ class PolicyWorker:
             self._digest = joined_digest([*trained, *self._frozen_digests])
         return self._digest
 
+    def checkpoint_bytes(self) -> int:
+        """About what `save` writes: trained weights and Adam's two moments of each, bytes."""
+        return 3 * sum(weight.numel() * weight.element_size() for weight in self._weights.values())
+
     def save(self, folder: Path) -> None:
         """Write trained weights, optimizer moments and policy version into an existing folder.
 

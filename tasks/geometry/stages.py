@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from tasks.config import RunConfig
-from tasks.geometry_numbers import Cut, Numbers
+from tasks.geometry.numbers import Cut, Numbers
 
 _BITS = {"int64": 64, "int32": 32, "float64": 64, "float32": 32, "bool": 1}
 _OFFSET_BYTES = 8

@@ -12,8 +12,8 @@ from math import ceil, gcd
 from pydantic import BaseModel
 
 from tasks.config import RunConfig
-from tasks.geometry_numbers import Cut, Facts, Numbers, divided
-from tasks.geometry_problems import MOST_TRIES, Draft, Rule, Try, divisors, multiples
+from tasks.geometry.numbers import Cut, Facts, Numbers, divided
+from tasks.geometry.problems import MOST_TRIES, Draft, Rule, Try, divisors, multiples
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -1,7 +1,7 @@
 """The planner: the shape of a step's work from the configuration and the sizes of the data. Pure: no tensors, no I/O.
 
-Numbers are in tasks/geometry_numbers.py, rules in geometry_shape_rules.py and geometry_content_rules.py beside it,
-warnings in geometry_warnings.py, the stage table in geometry_stages.py.
+Counts are in numbers.py, refusals in shape_rules.py and content_rules.py, warnings in warnings.py, the stage table in
+stages.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tasks.config import RunConfig
-from tasks.geometry_content_rules import CONTENT_RULES
-from tasks.geometry_numbers import Cut, Facts, Mesh, ModelLimits, Numbers, count
-from tasks.geometry_problems import Nearest, Problem, find_problems, with_value
-from tasks.geometry_shape_rules import SHAPE_RULES
-from tasks.geometry_stages import StageShape, stage_shapes
-from tasks.geometry_warnings import PlanWarning, find_warnings
+from tasks.geometry.content_rules import CONTENT_RULES
+from tasks.geometry.numbers import Cut, Facts, Mesh, ModelLimits, Numbers, count
+from tasks.geometry.problems import Nearest, Problem, find_problems, with_value
+from tasks.geometry.shape_rules import SHAPE_RULES
+from tasks.geometry.stages import StageShape, stage_shapes
+from tasks.geometry.warnings import PlanWarning, find_warnings
 
 __all__ = [
     "Cut",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tasks.config import RunConfig
-from tasks.geometry_numbers import Facts, Numbers
-from tasks.geometry_problems import Draft, Rule, Try
-from tasks.geometry_shape_rules import GEN_BATCH, ROLLOUT, SAMPLES, TRAIN_BATCH, samples_try
+from tasks.geometry.numbers import Facts, Numbers
+from tasks.geometry.problems import Draft, Rule, Try
+from tasks.geometry.shape_rules import GEN_BATCH, ROLLOUT, SAMPLES, TRAIN_BATCH, samples_try
 
 WORKS_WITH_ONE_SAMPLE = {"reinforce_plus_plus", "remax"}
 """Estimators that need no siblings; all others compare a sample with the rest of its group."""

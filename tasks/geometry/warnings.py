@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tasks.config import RunConfig
-from tasks.geometry_numbers import Facts, Numbers
-from tasks.geometry_shape_rules import (
+from tasks.geometry.numbers import Facts, Numbers
+from tasks.geometry.shape_rules import (
     ACTOR,
     DEVICES,
     GEN_BATCH,

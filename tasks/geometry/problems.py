@@ -9,7 +9,7 @@ from itertools import islice
 from pydantic import BaseModel
 
 from tasks.config import RunConfig
-from tasks.geometry_numbers import Facts, Numbers, count
+from tasks.geometry.numbers import Facts, Numbers, count
 
 MOST_TRIES = 256
 """How many candidates for a nearest value are tried on each side."""

@@ -1,7 +1,7 @@
 """The counts of one training step, with their units in their names. Pure: no tensors, no I/O.
 
 Nothing is rounded: a count that a configuration does not define, such as the rows of a rank where the division leaves a
-remainder, is None, and tasks/geometry_checks.py says why. Letters in comments: G devices, P and R tokens of the longest
+remainder, is None, and the rules say why. Letters in comments: G devices, P and R tokens of the longest
 prompt and response.
 """
 
