@@ -30,10 +30,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command()
 def train(words: Words = None) -> None:
     """Train: plan, then run every step as a flow of committed stages. Run again to go on after a kill."""
-    from flows.train import train as run_training
+    from flows.train import train_command
 
     files, overrides = _split(words)
-    raise typer.Exit(run_training(files, overrides))
+    raise typer.Exit(train_command(files, overrides))
 
 
 @app.command()

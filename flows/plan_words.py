@@ -12,6 +12,20 @@ def plan_in_words(plan: Plan) -> list[str]:
     return [*_of_batches(plan), *_of_mini_batches(plan), *_of_micro_batches(plan), *_of_passes(plan), *_of_run(plan)]
 
 
+def plan_in_brief(plan: Plan) -> str:
+    """The step in one sentence, for the start of a run."""
+    sizes, counts = plan.prompts_of_mini_batches, plan.micro_batches_per_mini_batch
+    sequences = plan.sequences_per_mini_batch if len(sizes) > 1 else plan.sequences_per_step
+    by = "" if plan.update_cut.token_budget is None else "up to "
+    micro = f" in {by}{_count(counts[0], 'micro-batch', 'micro-batches')} each" if counts else ""
+    steps = f"; {_count(plan.total_steps, 'step')} in all" if plan.total_steps else ""
+    return (
+        f"a step is {_count(plan.prompts_per_step, 'prompt')} x {plan.samples_per_prompt} = "
+        f"{_count(plan.sequences_per_step, 'sequence')}, {_count(plan.optimizer_steps_per_step, 'update')} of "
+        f"{_count(sequences, 'sequence')}{micro}{steps}"
+    )
+
+
 def _of_batches(plan: Plan) -> Iterator[str]:
     yield (
         "data.train_batch_size, data.gen_batch_size and actor.ppo_mini_batch_size count prompts over all devices. "

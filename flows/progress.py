@@ -23,7 +23,7 @@ _STAGE_TIMERS = {
 class Progress:
     """Lines of one run."""
 
-    def __init__(self, console: Console, total_steps: int) -> None:
+    def __init__(self, console: Console, total_steps: int = 0) -> None:
         self.console = console
         self.total_steps = total_steps
         self._status: Status | None = None
@@ -41,7 +41,7 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Print a sentence."""
-        self.console.print(Text(message))
+        self.console.print(Text(message), soft_wrap=True)
 
     def stage(self, step: int, name: str) -> None:
         """A stage has begun."""

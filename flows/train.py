@@ -17,11 +17,12 @@ from rich.text import Text
 from flows.config import load_config, to_yaml
 from flows.plan_view import plan_of
 from flows.prefect_server import PrefectAPI, prefect_api
+from flows.plan_words import plan_in_brief
 from flows.progress import Progress
 from flows.recipes import prepare
 from flows.recover import recover
 from flows.stages import StageRunner, stage_runner
-from flows.step import Workers, train_step, validate_policy
+from flows.step import Stages, Workers, train_step, validate_policy
 from flows.support import refuse_unbuilt
 from flows.tracking import Tracker
 from storage import RunWriter, StorageError
@@ -54,13 +55,15 @@ class Outcome:
     validations: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
-def train(files: Sequence[Path], overrides: Sequence[str]) -> int:
+def train_command(files: Sequence[Path], overrides: Sequence[str]) -> int:
     """Train from configuration files and overrides, say what happens, and return the exit code."""
     console = Console()
     cfg = load_config(files, overrides)
+    refuse_unbuilt(cfg, checked(plan_of(cfg)))
     with ExitStack() as stack:
         stack.enter_context(sigterm_raises())
-        api = stack.enter_context(prefect_api(cfg.orchestration, Path(cfg.storage.root), console.print))
+        say = Progress(console).say
+        api = stack.enter_context(prefect_api(cfg.orchestration, Path(cfg.storage.root), say))
         cfg = prepare(files, cfg, console, api)
         outcome = run_training(cfg, console, api)
     print_outcome(outcome, console)
@@ -82,14 +85,24 @@ def run_training(cfg: RunConfig, console: Console, api: PrefectAPI | None = None
     data = load_data(cfg)
     plan = checked(plan_of(cfg, train_prompts=data.train.table.num_rows, val_prompts=data.val_prompts))
     progress = Progress(console, plan.total_steps or 0)
+    progress.say(plan_in_brief(plan))
+    for warning in plan.warnings:
+        progress.say(f"{warning.level}: {warning.message}")
     with ExitStack() as stack:
         run = stack.enter_context(open_run_for_training(cfg, progress))
         tracker = stack.enter_context(Tracker(run, cfg))
         stack.enter_context(state_is_kept(run, tracker))
-        stages = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
+        runner = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
         workers = stack.enter_context(open_workers(cfg, plan, data))
         describe(run, cfg, plan, data, tracker)
-        return Loop(run, cfg, plan, workers, stages, tracker, progress).to_the_end()
+        loop = Loop(run, cfg, plan, workers, runner, tracker, progress)
+        return runner.call(train, loop, name=run.run_id, shown={"folder": str(run.root)})
+
+
+def train(loop: Loop, _: Stages) -> Outcome:
+    """A run, as a flow: every step in it is a flow run of its own, under the same tag."""
+    loop.publish()
+    return loop.to_the_end()
 
 
 def checked(plan: Plan) -> Plan:
@@ -318,6 +331,17 @@ class Loop:
                     self._step(index, outcome)
         outcome.last_step = self.workers.policy.policy_version
         return outcome
+
+    def publish(self) -> None:
+        """Show the plan's shapes and where things lie in Prefect, once per run."""
+        rows = [
+            {"stage": shape.stage, "column": shape.column, "global": str(shape.global_shape)}
+            for shape in self.plan.stages
+        ]
+        self.runner.publish_table("shapes", rows, "Shapes of one step, as planned")
+        places = {"run folder": self.run.root, "steps": self.run.root / "steps", "plan": self.run.root / "plan.json"}
+        links = "\n".join(f"- {name}: [{path}](file://{path})" for name, path in places.items())
+        self.runner.publish_markdown("run", f"{plan_in_brief(self.plan)}\n\n{links}", "Where this run lies")
 
     @property
     def total(self) -> int:

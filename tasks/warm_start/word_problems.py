@@ -146,7 +146,6 @@ def build_tokenizer() -> Any:
         eos_token=END,
         unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
-        model_max_length=64,
     )
 
 

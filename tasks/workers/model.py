@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
 
 from tasks.config import FSDPConfig, ModelConfig
 from tasks.workers.attention import GROUPED
@@ -144,19 +145,38 @@ def _load_weights(model: ModelConfig, device: torch.device) -> torch.nn.Module:
         if not hasattr(config, name):
             raise ValueError(f"{key}.override_config.{name}: a {config.model_type} configuration has no such value")
         setattr(config, name, value)
-    module, report = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        dtype=DTYPES[model.dtype],
-        attn_implementation=model.attn_implementation or ("eager" if device.type == "cpu" else "sdpa"),
-        trust_remote_code=model.trust_remote_code,
-        output_loading_info=True,
-    )
+    with _without_progress_bar():
+        module, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=DTYPES[model.dtype],
+            attn_implementation=model.attn_implementation or _default_attention(config, device),
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+        )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{key}.path={model.path} holds no weights for {', '.join(missing[:5])} ({len(missing)} in all)"
         )
     return module
+
+
+def _default_attention(config: Any, device: torch.device) -> str:
+    """sdpa on CUDA; but it leaves out a soft cap on attention scores without a word."""
+    capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return "eager" if device.type == "cpu" or capped else "sdpa"
+
+
+@contextlib.contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """A run has its own progress line."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _with_adapter(module: torch.nn.Module, model: ModelConfig, seed: int) -> torch.nn.Module:
