@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("artifact_rates", "step_by_stage", "overhead", "memory")
+BENCHMARKS = ("step", "artifact_rates", "memory")
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or BENCHMARKS:

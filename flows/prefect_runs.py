@@ -9,6 +9,7 @@ UI goes on. Task runs reach the server as Prefect's events and need none of this
 from __future__ import annotations
 
 import contextvars
+import json
 import logging
 import queue
 import signal
@@ -49,14 +50,15 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
-ID_WAIT_S = 2.0
-"""How long a flow waits for the id of its run; then it runs plainly."""
+ID_WAIT_S = 5.0
+"""How long a flow waits for the id of its run; then it runs plainly, and so do the next, until the server answers."""
 
 REQUEST_TIMEOUT_S = 20.0
 HELD_CALLS = 20_000
 """Calls held for a server that is away; later ones are dropped."""
 
-CLOSE_WAIT_S = 10.0
+CLOSE_WAIT_S, AWAY_WAIT_S = 10.0, 1.0
+"""How long the end waits for a server that takes what is left, and for one that does not answer."""
 
 
 class PrefectRuns:
@@ -75,9 +77,9 @@ class PrefectRuns:
     def __enter__(self) -> Self:
         self._context.run(self._enter_prefect)
         if hasattr(EventsWorker, "set_client_override") and "prefect.cloud" not in self._api_url:
-            # An event that meets an outage is kept and sent on the next connection; with Prefect's ten attempts each
-            # would first wait for seconds, and the end of the process would wait for all of them.
-            EventsWorker.set_client_override(PrefectEventsClient, api_url=self._api_url, reconnection_attempts=0)
+            # An event that meets an outage is kept and sent on the next connection. The first two attempts to connect
+            # follow at once; with Prefect's ten, each event first waits for seconds, and the process's end for all.
+            EventsWorker.set_client_override(PrefectEventsClient, api_url=self._api_url, reconnection_attempts=2)
         self._courier.start()
         self._courier.send(self._close_dead_runs)
         self._logs.attach()
@@ -86,9 +88,9 @@ class PrefectRuns:
     def __exit__(self, *_: object) -> None:
         self._logs.detach()
         self._drop_spare()
+        self._courier.finish(CLOSE_WAIT_S)
         if not self._courier.away:
             self._context.run(EventsWorker.drain_all, timeout=CLOSE_WAIT_S)
-        self._courier.finish(CLOSE_WAIT_S)
         if hasattr(EventsWorker, "set_client_override"):
             EventsWorker.set_client_override(None)
 
@@ -115,7 +117,8 @@ class PrefectRuns:
         """Attach an artifact to the current flow run."""
         current = FlowRunContext.get()
         flow_run_id = current.flow_run.id if current and current.flow_run else None
-        artifact = ArtifactCreate(key=key, type=kind, data=data, description=description, flow_run_id=flow_run_id)
+        text = data if isinstance(data, str) else json.dumps(data)
+        artifact = ArtifactCreate(key=key, type=kind, data=text, description=description, flow_run_id=flow_run_id)
         self._courier.send(lambda client: client.create_artifact(artifact))
 
     def _enter_prefect(self) -> None:
@@ -394,7 +397,9 @@ class _Courier:
     def finish(self, timeout_s: float) -> None:
         """Send what is left, within a time, and stop."""
         self._calls.put(None)
-        self._thread.join(1.0 if self.away else timeout_s)
+        started = time.monotonic()
+        while self._thread.is_alive() and time.monotonic() - started < (AWAY_WAIT_S if self.away else timeout_s):
+            self._thread.join(0.05)
         self._given_up.set()
         self._thread.join(REQUEST_TIMEOUT_S)
         lost = self._lost + sum(1 for _ in self._left())

@@ -65,6 +65,7 @@ handlers:
   nothing: {class: logging.NullHandler}
 loggers:
   prefect: {level: INFO, handlers: [nothing], propagate: false}
+  EventsWorker: {level: ERROR}
 """
 """Prefect's own configuration takes over the root logger; this one leaves every logger but Prefect's alone."""
 

@@ -328,8 +328,12 @@ class Loop:
                 self.progress.say(f"all {self.total} steps are finished; trainer.total_training_steps can ask for more")
             if not self.cfg.trainer.val_only:
                 for index in range(done + 1, self.total + 1):
-                    self._step(index, outcome)
+                    self.step(index, outcome, validates=self._is_due(index, self.cfg.trainer.test_freq))
+                    if self._is_due(index, self.cfg.trainer.save_freq):
+                        self._save(index)
         outcome.last_step = self.workers.policy.policy_version
+        if outcome.last_step and not self.cfg.trainer.val_only:
+            self._save(outcome.last_step)
         return outcome
 
     def publish(self) -> None:
@@ -348,14 +352,15 @@ class Loop:
         """Steps of the whole run."""
         return self.plan.total_steps or 0
 
-    def _step(self, index: int, outcome: Outcome) -> None:
-        last, trainer = index == self.total, self.cfg.trainer
-        due = trainer.test_freq > 0 and (last or index % trainer.test_freq == 0)
-        step = Step(index, self.run, self.cfg, validates=due and self.workers.val is not None)
-        self._run(train_step, step, f"step-{index:06d}", None if last else f"step-{index + 1:06d}")
+    def _is_due(self, index: int, every: int) -> bool:
+        """Whether something done every so many steps, and after the last one, is done after this step."""
+        return every > 0 and (index % every == 0 or index == self.total)
+
+    def step(self, index: int, outcome: Outcome, *, validates: bool) -> None:
+        """Run one step as a flow, send its metrics, print its line."""
+        step = Step(index, self.run, self.cfg, validates=validates and self.workers.val is not None)
+        self._run(train_step, step, f"step-{index:06d}", f"step-{index + 1:06d}" if index < self.total else None)
         self._report(index, outcome)
-        if last or (trainer.save_freq > 0 and index % trainer.save_freq == 0):
-            self._save(index)
 
     def _run(self, flow: Callable[..., Any], step: Step, name: str, next_name: str | None = None) -> None:
         self.runner.call(flow, step, self.workers, name=name, next_name=next_name)

@@ -146,7 +146,7 @@ class Heavy:
         return object.__getattribute__(self, name)
 
 
-# -------------------------------------------------------------------------------------------------------- without Prefect
+# ------------------------------------------------------------------------------------------------------ without Prefect
 
 
 def test_without_a_server_stages_are_plain_calls(tmp_path: Path) -> None:
@@ -345,9 +345,9 @@ def test_a_slow_server_does_not_slow_the_steps(api: PrefectAPI) -> None:
         started = time.monotonic()
         for number in range(2, 8):
             runner.call(train_step, number, None, name=f"step-{number}")
-        assert time.monotonic() - started < 6.0
+        assert time.monotonic() - started < 9.0
         door.delay_s = 0.0
-    wait_until(lambda: states(api, "slow").get("step-1") == "Completed")
+        wait_until(lambda: states(api, "slow") == {f"step-{number}": "Completed" for number in range(1, 8)}, 120)
 
 
 @pytest.mark.slow
@@ -378,7 +378,7 @@ with prefect_api(OrchestrationConfig(), Path(sys.argv[1])) as api:
     assert states(api, "dead") == {"step-1": "Crashed", "step-2": "Completed"}
 
 
-# ------------------------------------------------------------------------------------------------- the server's own life
+# ------------------------------------------------------------------------------------------------ the server's own life
 
 
 RUN_ONE_STEP = """

@@ -523,7 +523,7 @@ sys.path.insert(0, sys.argv[2])
 from test_worker import config, some_sequences, some_signals, worker_of
 from tasks.workers.sequences import MicroBatching
 worker, micro, peaks = worker_of(config(sys.argv[1], model={"dtype": "float32"})), MicroBatching(8, None), []
-for groups in (8, 8, 128):
+for groups in (4, 4, 64):
     seqs = some_sequences(lengths=[80] * groups * 8, prompt_lengths=[40] * groups)
     near = worker.log_probs(seqs, micro, temperature=1.0).log_probs
     worker.update(seqs, some_signals(seqs, near), [[np.arange(groups * 8)]], micro, step=1)
@@ -537,5 +537,5 @@ def test_peak_memory_does_not_grow_with_the_number_of_sequences(tiny_model, requ
     arguments = [str(tiny_model()), str(request.path.parent)]
     done = subprocess.run([sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, check=True)
     _, few, many = json.loads(done.stdout.splitlines()[-1])
-    # 16 times the sequences bring 16 times their own signals, about 6 MiB, and nothing else.
+    # 16 times the sequences bring 16 times their own signals, about 3 MiB, and nothing else.
     assert many - few < 25

@@ -204,4 +204,5 @@ def _chunk_log_probs(
     log_probs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_norm
     if not entropy:
         return log_probs, None
-    return log_probs, log_norm - ((logits - log_norm.unsqueeze(-1)).exp() * logits).sum(dim=-1)
+    every_log_prob = logits - log_norm.unsqueeze(-1)
+    return log_probs, -(every_log_prob.exp() * every_log_prob).sum(dim=-1)
