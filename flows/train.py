@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,8 +17,8 @@ from rich.text import Text
 
 from flows.config import load_config, to_yaml
 from flows.plan_view import plan_of
-from flows.prefect_server import PrefectAPI, prefect_api
 from flows.plan_words import plan_in_brief
+from flows.prefect_server import PrefectAPI, prefect_api
 from flows.progress import Progress
 from flows.recipes import prepare
 from flows.recover import recover
@@ -57,6 +58,8 @@ class Outcome:
 
 def train_command(files: Sequence[Path], overrides: Sequence[str]) -> int:
     """Train from configuration files and overrides, say what happens, and return the exit code."""
+    # Read when torch is imported: threads that wait for work leave the processor to others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = Console()
     cfg = load_config(files, overrides)
     refuse_unbuilt(cfg, checked(plan_of(cfg)))

@@ -104,9 +104,7 @@ def _rewards_less_kl(
 
     old = aligned(old_log_probs, samples["sample_id"], ["old_log_probs"])["old_log_probs"]
     ref = aligned(ref_log_probs, samples["sample_id"], ["ref_log_probs"])["ref_log_probs"]
-    return kl_in_reward(
-        score, Ragged.from_arrow(old), Ragged.from_arrow(ref), mask, cfg.algorithm.kl_penalty, coef
-    )
+    return kl_in_reward(score, Ragged.from_arrow(old), Ragged.from_arrow(ref), mask, cfg.algorithm.kl_penalty, coef)
 
 
 def score_at_last_token(score: np.ndarray, mask: Ragged) -> Ragged:

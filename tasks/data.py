@@ -165,7 +165,9 @@ class _Collected:
         """Tokenise a batch of rows and keep those that pass the filters."""
         rows = [_parse(where, row, self.cfg.data) for where, row in batch]
         texts = _texts(rows, self.cfg.data, self.tokenizer)
-        all_ids = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        all_ids = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
         self.counts["read"] += len(rows)
         for row, text, ids in zip(rows, texts, all_ids, strict=True):
             self._keep(row, text, ids)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tasks.engines.protocol import Responses, RolloutEngine, Sampling
 
 
-
 class Tokenizer(Protocol):
     """What this stage needs of a tokenizer."""
 

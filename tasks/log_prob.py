@@ -91,6 +91,7 @@ def old_micro_batching(cfg: RunConfig) -> MicroBatching:
         actor.use_dynamic_bsz if rollout.log_prob_use_dynamic_bsz is None else rollout.log_prob_use_dynamic_bsz,
         rollout.log_prob_micro_batch_size_per_gpu or rollout.log_prob_micro_batch_size,
         rollout.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
     )
 
 
@@ -101,6 +102,7 @@ def ref_micro_batching(cfg: RunConfig) -> MicroBatching:
         actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz,
         ref.log_prob_micro_batch_size_per_gpu or ref.log_prob_micro_batch_size,
         ref.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     )
 
 
@@ -111,15 +113,16 @@ def actor_micro_batching(cfg: RunConfig) -> MicroBatching:
         actor.use_dynamic_bsz,
         actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size,
         actor.ppo_max_token_len_per_gpu,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     )
 
 
-def _micro_batching(by_tokens: bool, sequences: int | None, tokens: int) -> MicroBatching:
+def _micro_batching(by_tokens: bool, sequences: int | None, tokens: int, key: str) -> MicroBatching:
     from tasks.workers.sequences import MicroBatching
 
     if by_tokens:
-        return MicroBatching(sequences=None, max_tokens=tokens)
-    return MicroBatching(sequences=sequences, max_tokens=None)
+        return MicroBatching(sequences=None, max_tokens=tokens, key=key)
+    return MicroBatching(sequences=sequences, max_tokens=None, key=key)
 
 
 def sampler_gap(rollouts: pa.Table, old_log_probs: Ragged) -> dict[str, float]:

@@ -150,6 +150,8 @@ def update_metrics(rows: list[dict]) -> dict[str, float]:
         values = [row[column] for row in made if row[column] is not None]
         if values:
             metrics[metric] = float(np.mean(values))
+    if rows[0]["kl_clamped"] is not None:
+        metrics["actor/kl_clamped_tokens"] = float(sum(row["kl_clamped"] for row in rows))
     if made:
         metrics["actor/ratio_max"] = float(max(row["ratio_max"] for row in made))
     return metrics
@@ -160,6 +162,6 @@ def _compare(done: Artifact, digest: str, step: int) -> None:
     if recorded != digest:
         raise StageError(
             f"update {step} was made again from its stored batch and gives other weights: SHA-256 {digest[:12]} "
-            f"against the recorded {recorded[:12]}. Bit equality needs the same device type, library versions and thread count "
-            "as the run had; a checkpoint after this step needs no repetition."
+            f"against the recorded {recorded[:12]}. Bit equality needs the same device type, library versions and "
+            "thread count as the run had; a checkpoint after this step needs no repetition."
         )

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from flows import train as train_module
 from flows.train import run_training
 from storage import Ragged, StorageError, open_run, read_table
 from storage.checkpoints import checkpoints

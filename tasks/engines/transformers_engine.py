@@ -5,8 +5,8 @@ that are finished leave the batch.
 
 The same seed gives the same tokens, whatever else is in the batch, up to rounding: matrix products of another shape can
 differ in the last bit, which changes a token only where its random number lies that close to a border between two
-tokens. In float32 a tiny model had 1 such token in 73,709; bfloat16 rounds more than a thousand times more coarsely. The
-same call with the same rows is always the same, bit for bit.
+tokens. In float32 a tiny model had 1 such token in 73,709; bfloat16 rounds more than a thousand times more coarsely.
+The same call with the same rows is always the same, bit for bit.
 """
 
 from __future__ import annotations

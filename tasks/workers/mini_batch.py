@@ -85,21 +85,21 @@ class Accumulated:
     sums: Sums
 
     def row(self) -> dict[str, float | int | str | None]:
-        """The columns of an `updates` row that are known before the optimizer step."""
-        tokens = max(self.tokens, 1)
-        means = {name: self.sums.token_metrics.get(name, 0.0) / tokens for name in _TOKEN_METRICS}
-        return {
+        """The columns of an `updates` row that are known before the optimizer step; a skipped one has no losses."""
+        counts = {
             "skipped": self.skipped,
             "sequences": self.sequences,
             "tokens": self.tokens,
             "micro_batches": self.micro_batches,
-            "loss": self.sums.loss,
-            "pg_loss": self.sums.pg_loss,
-            "ratio_max": self.sums.ratio_max,
-            **means,
         }
+        if self.skipped is not None:
+            return {**counts, **dict.fromkeys(_LOSSES), **dict.fromkeys(_TOKEN_METRICS)}
+        # A loss that does not clip has no tokens that were clipped.
+        means = {name: self.sums.token_metrics.get(name, 0.0) / self.tokens for name in _TOKEN_METRICS}
+        return {**counts, **{name: getattr(self.sums, name) for name in _LOSSES}, **means}
 
 
+_LOSSES = ("loss", "pg_loss", "ratio_max")
 _TOKEN_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -125,6 +126,8 @@ def load_model(model: ModelConfig, fsdp: FSDPConfig, device: torch.device, seed:
     module = _load_weights(model, device)
     module = _with_adapter(module, model, seed) if model.lora_rank or model.lora_adapter_path else module
     loaded = CausalModel(module.to(device), _compute_dtype(model, fsdp, device))
+    if device.type == "cpu":
+        use_one_thread_for_a_small_model(loaded.module)
     _check_logits(loaded)
     if device.type == "cpu" and model.attn_implementation is None:
         _use_grouped_attention(loaded)
@@ -328,6 +331,17 @@ class _KeepFloat64(TorchFunctionMode):
 
 
 _ROUNDING = {torch.Tensor.float, torch.Tensor.to, torch.Tensor.softmax, torch.softmax, torch.nn.functional.softmax}
+
+
+SMALL_MODEL = 10_000_000
+"""Parameters below which a second thread waits more than it works."""
+
+
+def use_one_thread_for_a_small_model(module: torch.nn.Module) -> None:
+    """Compute a small model on one thread, unless OMP_NUM_THREADS says otherwise: a thread that waits for another one,
+    which a busy neighbour holds up, makes a small product many times slower."""
+    if "OMP_NUM_THREADS" not in os.environ and sum(p.numel() for p in module.parameters()) < SMALL_MODEL:
+        torch.set_num_threads(1)
 
 
 @functools.cache

@@ -93,7 +93,6 @@ class PolicyWorker:
             reference: under the reference, without entropy.
 
         Raises:
-            NonFiniteError: a log-prob is NaN or infinite.
             ValueError: a sequence does not fit a micro-batch.
         """
         model = self._reference_model() if reference else self.model
@@ -110,7 +109,6 @@ class PolicyWorker:
                 for column, values in zip(columns, results, strict=False):
                     if values is not None:
                         column[places] = values.cpu().numpy()
-        _require_finite("reference log-prob" if reference else "log-prob", columns[0], seqs.responses)
         log_probs, *entropy = [Ragged(column, seqs.responses.offsets) for column in columns]
         return LogProbs(log_probs, entropy[0] if entropy else None, len(parts))
 
@@ -186,15 +184,16 @@ class PolicyWorker:
         self._optimizer.zero_grad()
         with self.model.computing():
             result = mini_batch.accumulate(rows, micro, where)
-        grad_norm = 0.0
+        grad_norm = None
         if result.skipped is None:
             grad_norm = self._clip(actor.grad_clip, where)
             self._optimizer.step()
         return {
             **result.row(),
             "grad_norm": grad_norm,
-            "kl_loss": result.sums.kl_loss if actor.use_kl_loss else None,
-            "entropy": _mean_entropy(result) if actor.entropy_coeff != 0 else None,
+            "kl_loss": result.sums.kl_loss if actor.use_kl_loss and not result.skipped else None,
+            "kl_clamped": int(result.sums.kl_clamped) if actor.use_kl_loss else None,
+            "entropy": _mean_entropy(result) if actor.entropy_coeff != 0 and not result.skipped else None,
             "seconds": time.perf_counter() - start,
         }
 
