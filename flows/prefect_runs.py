@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from types import SimpleNamespace
@@ -240,8 +240,11 @@ class _Call(Generic[R]):
 
     def run_plainly(self) -> None:
         """Run without Prefect; an error is kept, not raised."""
-        with suppress(BaseException), plain_stages() as stages:
-            self._run(stages)
+        try:
+            with plain_stages() as stages:
+                self._run(stages)
+        except BaseException as error:
+            self.error = error
 
     def result(self) -> R:
         """What the function returned; raises what it raised."""
@@ -261,7 +264,7 @@ class _Call(Generic[R]):
     @contextmanager
     def _callers_sigterm(self) -> Iterator[None]:
         """Undo Prefect's SIGTERM handler, which would end the run without the caller's polite way."""
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread() or self._sigterm is None:
             yield
             return
         prefects = signal.signal(signal.SIGTERM, self._sigterm)
@@ -401,7 +404,7 @@ class _Courier:
         while self._thread.is_alive() and time.monotonic() - started < (AWAY_WAIT_S if self.away else timeout_s):
             self._thread.join(0.05)
         self._given_up.set()
-        self._thread.join(REQUEST_TIMEOUT_S)
+        self._thread.join(AWAY_WAIT_S)
         lost = self._lost + sum(1 for _ in self._left())
         if lost:
             self._say(f"{lost} records for Prefect at {self._api.url} were not delivered; the run itself is complete")

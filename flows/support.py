@@ -20,7 +20,7 @@ def refuse_unbuilt(cfg: RunConfig, plan: Plan) -> None:
 
 
 def _reasons(cfg: RunConfig, plan: Plan) -> Iterator[str]:
-    from tasks.algorithms.advantages import ADVANTAGES
+    from tasks.algorithms.advantages import ADVANTAGES, NEEDS
 
     policy = cfg.actor_rollout_ref
     if plan.world_size > 1:
@@ -31,8 +31,11 @@ def _reasons(cfg: RunConfig, plan: Plan) -> Iterator[str]:
         )
     if policy.rollout.name != "transformers":
         yield f"actor_rollout_ref.rollout.name={policy.rollout.name}: the engine here is transformers."
-    if cfg.algorithm.adv_estimator not in ADVANTAGES:
-        yield f"algorithm.adv_estimator={cfg.algorithm.adv_estimator}: there are {', '.join(ADVANTAGES)}."
+    estimator = cfg.algorithm.adv_estimator
+    unmade = {"greedy_score", "sum_pi_squared"}
+    if missing := unmade & {*NEEDS.get(estimator, ())}:
+        served = ", ".join(name for name in ADVANTAGES if not unmade & {*NEEDS.get(name, ())})
+        yield f"algorithm.adv_estimator={estimator} reads {missing.pop()}, which no stage makes. Use one of {served}."
     if cfg.algorithm.filter_groups.enable:
         yield "algorithm.filter_groups.enable=true: set it to false; groups without signal train with advantage 0."
     correction = cfg.algorithm.rollout_correction

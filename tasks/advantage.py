@@ -42,7 +42,8 @@ def advantage(
     if done := stage.committed():
         return done
     samples = read_table(rollouts, ["sample_id", "group_id", "response_ids"])
-    score = aligned(rewards, samples["sample_id"], ["score"])["score"].to_numpy().astype(np.float64)
+    scored = aligned(rewards, samples["sample_id"], ["score", "parts"])
+    score = scored["score"].to_numpy().astype(np.float64)
     response_ids = Ragged.from_arrow(samples["response_ids"])
     mask = Ragged(np.ones(len(response_ids.values), dtype=bool), response_ids.offsets)
     notes: dict[str, float] = {}
@@ -54,7 +55,11 @@ def advantage(
         token_rewards = score_at_last_token(score, mask)
     group = np.unique(np.asarray(samples["group_id"].to_pylist()), return_inverse=True)[1]
     inputs = AdvantageInput(
-        score, group, mask, token_rewards=token_rewards if step.cfg.algorithm.use_kl_in_reward else None
+        score,
+        group,
+        mask,
+        token_rewards=token_rewards if step.cfg.algorithm.use_kl_in_reward else None,
+        reward_parts=reward_parts(scored["parts"]),
     )
     result = ADVANTAGES[step.cfg.algorithm.adv_estimator](inputs, step.cfg.algorithm)
     loss_mask = Ragged(mask.values & result.in_loss[row_of_token(mask)], mask.offsets)
@@ -113,6 +118,13 @@ def score_at_last_token(score: np.ndarray, mask: Ragged) -> Ragged:
     carried = (mask.lengths > 0) & ~np.isnan(score)
     rewards[mask.offsets[1:][carried] - 1] = score[carried]
     return Ragged(rewards, mask.offsets)
+
+
+def reward_parts(parts: pa.ChunkedArray) -> dict[str, np.ndarray]:
+    """[N] score of each reward function by name; NaN where it has none for a sample."""
+    rows = [dict(row) for row in parts.to_pylist()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: np.asarray([row.get(name) for row in rows], dtype=np.float64) for name in names}
 
 
 def _metrics(

@@ -484,3 +484,22 @@ def test_epochs_count_from_zero_and_each_takes_every_prompt_once(tiny_run):
     taken = [the_run.step(step).table("prompts")["prompt_index"].to_pylist() for step in (1, 2, 3, 4)]
     assert sorted(taken[0] + taken[1]) == sorted(taken[2] + taken[3]) == list(range(16))
     assert [the_run.step(step).record["metrics"]["training/epoch"] for step in (1, 2, 3, 4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "gdpo", "maxrl", "opo", "reinforce_plus_plus_baseline"])
+def test_an_estimator_trains_a_step(tiny_run, estimator):
+    the_run, _ = run(tiny_run(f"algorithm.adv_estimator={estimator}", "trainer.total_training_steps=1"))
+    assert the_run.step(1).record["metrics"]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("mode", ["gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "reinforce"])
+def test_a_loss_trains_a_step(tiny_run, mode):
+    loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+    the_run, _ = run(tiny_run(loss, "trainer.total_training_steps=1"))
+    assert the_run.step(1).record["metrics"]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("estimator", ["remax", "optimal_token_baseline"])
+def test_an_estimator_whose_input_no_stage_makes_is_refused(tiny_run, estimator):
+    with pytest.raises(ValueError, match="which no stage makes"):
+        run(tiny_run(f"algorithm.adv_estimator={estimator}"))
