@@ -98,6 +98,9 @@ def run_training(cfg: RunConfig, console: Console, api: PrefectAPI | None = None
         runner = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
         workers = stack.enter_context(open_workers(cfg, plan, data))
         describe(run, cfg, plan, data, tracker)
+        # The server has been starting since this process began; only now is it needed.
+        if api is not None and (problem := api.wait_ready(progress.say)):
+            progress.say(f"{problem}; training goes on without it")
         loop = Loop(run, cfg, plan, workers, runner, tracker, progress)
         return runner.call(train, loop, name=run.run_id, shown={"folder": str(run.root)})
 

@@ -587,7 +587,7 @@ class TrackingConfig(Section):
     enabled: bool = True
     uri: str | None = None
     """MLflow tracking URI; null: a SQLite store in `storage.root`."""
-    flush_timeout_s: float = Field(20.0, ge=0)
+    flush_timeout_s: float = Field(60.0, ge=0)
     """How long the end of a run waits for a slow server before it leaves the rest to a later command."""
 
 
