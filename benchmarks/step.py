@@ -23,10 +23,11 @@ from flows.plan_view import plan_of
 from flows.prefect_server import prefect_api
 from flows.progress import Progress
 from flows.recipes import prepare, recipe_file
+from flows.run_folder import open_run_for_training
 from flows.stages import stage_runner
 from flows.step import Workers
 from flows.tracking import Tracker
-from flows.train import Loop, Outcome, load_data, open_run_for_training, open_workers
+from flows.train import Loop, Outcome, load_data, open_workers
 from storage import Ragged
 from tasks.algorithms.advantages import ADVANTAGES, AdvantageInput
 from tasks.config import RunConfig
@@ -90,7 +91,7 @@ def main() -> None:
         cfg = prepare([recipe_file("quickstart")], cfg, console, api)
         data = load_data(cfg)
         plan = plan_of(cfg, train_prompts=data.train.table.num_rows)
-        run = stack.enter_context(open_run_for_training(cfg, progress))
+        run = stack.enter_context(open_run_for_training(cfg, progress.say))
         tracker = stack.enter_context(Tracker(run, cfg))
         runner = stack.enter_context(stage_runner(api, run.run_id))
         workers = stack.enter_context(open_workers(cfg, plan, data))

@@ -22,7 +22,7 @@ class Schedule:
 
     steps: int = 450
     """Optimizer steps."""
-    batch: int = 32
+    batch: int = 48
     """Demonstrations per optimizer step; each is new."""
     lr: float = 3e-3
     """Peak learning rate of AdamW; it rises linearly, then falls as half a cosine to 0."""

@@ -1,0 +1,108 @@
+"""Which folder a run has, and whether a configuration may go on with the run that is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flows.config import to_yaml
+from storage import RunWriter, StorageError
+from storage.durable import sha256_json
+from tasks.config import RunConfig
+from tasks.stage import code_digest
+
+
+def run_folder(cfg: RunConfig) -> Path:
+    """Where the run of a configuration lies."""
+    trainer = cfg.trainer
+    if trainer.default_local_dir:
+        return Path(trainer.default_local_dir)
+    return Path(cfg.storage.root) / trainer.project_name / trainer.experiment_name
+
+
+def open_run_for_training(cfg: RunConfig, say: Callable[[str], None]) -> RunWriter:
+    """Make the run's folder, or take up the run that is in it.
+
+    Raises:
+        RunLocked: a live process writes to it.
+        StorageError: the run in the folder was made with a configuration that means something else.
+    """
+    folder = run_folder(cfg)
+    if cfg.trainer.resume_mode == "disable":
+        folder = _beside(folder)
+    if (folder / "run.json").exists():
+        run = RunWriter(folder)
+        _refuse_other_meaning(run, cfg)
+        say(f"going on with {folder}")
+    elif folder.exists() and any(folder.iterdir()):
+        raise StorageError(f"{folder} is not empty and is no run. Set trainer.default_local_dir to another folder.")
+    else:
+        run = RunWriter.create(folder, cfg.trainer.experiment_name)
+        run.write_document("config.yaml", to_yaml(cfg))
+        say(f"run folder {folder}")
+    run.code_digest = code_digest(("tasks", "storage"))
+    run.config_digest = sha256_json(cfg.model_dump(mode="json"))
+    run.compression = cfg.storage.compression
+    return run
+
+
+def _beside(folder: Path) -> Path:
+    """The first free name of `folder`, `folder-2`, `folder-3`, …"""
+    number = 1
+    candidate = folder
+    while candidate.exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate
+
+
+MAY_CHANGE = (
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.total_epochs",
+    "trainer.total_training_steps",
+    "trainer.max_actor_ckpt_to_keep",
+    "trainer.val_before_train",
+    "trainer.val_only",
+    "trainer.default_local_dir",
+    "trainer.resume_mode",
+    "data.val_files",
+    "data.val_batch_size",
+    "data.val_max_samples",
+    "actor_rollout_ref.rollout.val_kwargs",
+    "reward.num_workers",
+    "reward.timeout_s",
+    "reward.retries",
+    "reward.max_error_share",
+    "storage",
+    "tracking",
+    "orchestration",
+)
+"""Keys that may differ when a run goes on: they do not decide what a step computes."""
+
+
+def _refuse_other_meaning(run: RunWriter, cfg: RunConfig) -> None:
+    before = yaml.safe_load((run.root / "config.yaml").read_text())
+    changed = list(_differences(before, cfg.model_dump(mode="json")))
+    refused = [change for change in changed if not change[0].startswith(MAY_CHANGE)]
+    if refused:
+        lines = [f"- {key}: the run has {old!r}, asked for is {new!r}" for key, old, new in refused]
+        raise StorageError(
+            f"{run.root} holds the run {run.run_id}, whose configuration means something else:\n"
+            + "\n".join(lines)
+            + "\nNothing was written. Use the run's own values, or start another run with another "
+            "trainer.experiment_name or trainer.resume_mode=disable."
+        )
+    if changed:
+        run.append("config_changed", changes={key: [old, new] for key, old, new in changed})
+
+
+def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted({*before, *now}):
+            yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif before != now:
+        yield key, before, now
