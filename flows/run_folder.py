@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -13,6 +14,9 @@ from storage import RunWriter, StorageError
 from storage.durable import sha256_json
 from tasks.config import RunConfig
 from tasks.stage import code_digest
+
+if TYPE_CHECKING:
+    from tasks.data import PreparedPrompts
 
 
 def run_folder(cfg: RunConfig) -> Path:
@@ -98,6 +102,33 @@ def _refuse_other_meaning(run: RunWriter, cfg: RunConfig) -> None:
         )
     if changed:
         run.append("config_changed", changes={key: [old, new] for key, old, new in changed})
+
+
+def keep_inputs(run: RunWriter, prompts: PreparedPrompts, first_weights: str) -> None:
+    """Write down what the run was begun with, or compare it with what the run is gone on with.
+
+    Args:
+        run: the run.
+        prompts: the training prompts.
+        first_weights: digest of the weights at `actor_rollout_ref.model.path`.
+
+    Raises:
+        StorageError: files or weights behind the same paths are other ones.
+    """
+    now = {"data.train_files": prompts.digest, "actor_rollout_ref.model.path": first_weights}
+    path = run.root / "inputs.json"
+    if path.exists():
+        before = json.loads(path.read_text())["digests"]
+        changed = [f"- {key}: {before[key][:12]} then, {now[key][:12]} now" for key in now if before[key] != now[key]]
+        if changed:
+            raise StorageError(
+                f"{run.root} was begun with other content (SHA-256) behind the same paths:\n"
+                + "\n".join(changed)
+                + "\nGive it back what it was begun with, or start another run."
+            )
+        return
+    files = [{"path": file.path, "rows": file.rows, "sha256": file.sha256} for file in prompts.files]
+    run.write_document("inputs.json", json.dumps({"digests": now, "files": files, "counts": prompts.counts}, indent=1))
 
 
 def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -21,7 +21,7 @@ from flows.prefect_server import PrefectAPI, prefect_api
 from flows.progress import Progress
 from flows.recipes import prepare
 from flows.recover import recover
-from flows.run_folder import open_run_for_training
+from flows.run_folder import keep_inputs, open_run_for_training
 from flows.stages import StageRunner, stage_runner
 from flows.step import Stages, Workers, train_step, validate_policy
 from flows.support import refuse_unbuilt
@@ -96,6 +96,7 @@ def run_training(cfg: RunConfig, console: Console, api: PrefectAPI | None = None
         stack.enter_context(state_is_kept(run, tracker))
         runner = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
         workers = stack.enter_context(open_workers(cfg, plan, data))
+        keep_inputs(run, data.train, workers.policy.weights_digest())
         describe(run, cfg, plan, data, tracker)
         # The server has been starting since this process began; only now is it needed.
         if api is not None and (problem := api.wait_ready(progress.say)):
@@ -191,11 +192,9 @@ def open_workers(cfg: RunConfig, plan: Plan, data: Data) -> Iterator[Workers]:
 def describe(run: RunWriter, cfg: RunConfig, plan: Plan, data: Data, tracker: Tracker) -> None:
     """Keep plan and data with the run, and tell the tracker what is trained on what."""
     run.write_document("plan.json", json.dumps(plan.as_dict(), indent=1))
-    counts = {which: prompts.counts for which, prompts in (("train", data.train), ("val", data.val)) if prompts}
-    run.write_document("data.json", json.dumps({"counts": counts, "digest": data.train.digest}, indent=1))
     tracker.start(
         params={**flat(cfg), **{f"plan.{name}": value for name, value in plan.counts().items()}},
-        documents=("config.yaml", "plan.json", "data.json"),
+        documents=("config.yaml", "plan.json", "inputs.json"),
         datasets={"train": data.train, **({"val": data.val} if data.val else {})},
     )
 

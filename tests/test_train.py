@@ -215,6 +215,18 @@ def test_another_configuration_in_the_same_folder_is_refused_with_both_values(ti
     assert again.root.name == "run-2"
 
 
+def test_other_content_behind_the_same_path_is_refused(tiny_run, tmp_path):
+    more = ["trainer.total_training_steps=4", "trainer.total_epochs=9"]
+    run(tiny_run("trainer.total_epochs=9"))
+    cfg = tiny_run(*more)
+    lines = (tmp_path / "train.jsonl").read_text().splitlines()
+    (tmp_path / "train.jsonl").write_text("\n".join(reversed(lines)))
+    with pytest.raises(StorageError, match=r"data\.train_files: \w{12} then, \w{12} now"):
+        run(cfg)
+    the_run, _ = run(tiny_run(*more))
+    assert the_run.finished_steps() == [1, 2, 3, 4]
+
+
 def test_a_finished_run_says_so_and_trains_nothing(tiny_run):
     run(tiny_run())
     _, output = run(tiny_run())
