@@ -87,6 +87,22 @@ def show(
 
 
 @app.command()
+def deliver(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    uri: Annotated[str | None, typer.Option(help="Another MLflow store than the run's own.")] = None,
+) -> None:
+    """Send to MLflow what it missed of a run while it was away."""
+    from flows.tracking import deliver_pending
+    from storage import open_run
+
+    result = deliver_pending(open_run(run), uri)
+    if result.problem is not None:
+        typer.echo(f"error: {result.uri}: {result.problem}; {len(result.waiting)} steps are still waiting", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{result.sent} steps are in {result.uri or 'no store: this run is not tracked'}")
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the configuration."""
     import json

@@ -92,7 +92,7 @@ def run_training(cfg: RunConfig, console: Console, api: PrefectAPI | None = None
         progress.say(f"{warning.level}: {warning.message}")
     with ExitStack() as stack:
         run = stack.enter_context(open_run_for_training(cfg, progress.say))
-        tracker = stack.enter_context(Tracker(run, cfg))
+        tracker = stack.enter_context(Tracker(run, cfg, progress.say))
         stack.enter_context(state_is_kept(run, tracker))
         runner = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
         workers = stack.enter_context(open_workers(cfg, plan, data))
