@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from flows.stages import stage_runner
 from storage.durable import sha256_json
@@ -15,15 +15,7 @@ from tasks.stage import code_digest
 if TYPE_CHECKING:
     from flows.prefect_server import PrefectAPI
 
-R = TypeVar("R")
 Say = Callable[[str], None]
-
-
-class Stages(Protocol):
-    """How a stage is called: as a Prefect task, or plainly; see flows/stages.py."""
-
-    def run(self, stage: Callable[..., R], *args: Any) -> R:
-        """Call a stage and wait for what it returns."""
 
 
 def made_from(what: Mapping[str, Any], code: tuple[str, ...], libraries: tuple[str, ...]) -> str:

@@ -10,7 +10,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.prepared import Say, Stages, made_from, make_once
+from flows.prepared import Say, made_from, make_once
+from flows.stages import Stages
 from storage.durable import sha256_file
 from storage.prepared import commit_prepared, new_folder
 from tasks.warm_start.small_additions import TRAIN_FILE, VAL_FILE, write_small_additions

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.prepared import Say, Stages, made_from, make_once
+from flows.prepared import Say, made_from, make_once
+from flows.stages import Stages
 from storage.prepared import commit_prepared, new_folder
 from tasks.warm_start.parameters import WarmStartParameters
 from tasks.warm_start.stages import MODEL, TRAIN_FILE, VAL_FILE, make_data, train_and_measure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.config import load_config
 from flows.plan_view import plan_of
+from flows.prefect_server import prefect_api
 from flows.recipes import FOLDER, RECIPES, list_recipes, prepare, recipe_file
 from flows.warm_start import ensure_warm_start
 from storage import StorageError
 from storage.prepared import commit_prepared, find_prepared, new_folder
+from tasks.config import OrchestrationConfig
 from tasks.rewards.gsm8k import compute_score
 from tasks.warm_start.parameters import Schedule, Shape, WarmStartParameters
 from tasks.warm_start.small_additions import write_small_additions
@@ -217,6 +220,22 @@ def test_nothing_is_committed_where_nothing_was_made(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is empty"), new_folder(tmp_path / "made", "a test") as aside:
         commit_prepared(aside, tmp_path / "made", "key", {})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_warm_start_is_a_flow_run_of_three_tasks_in_prefect(tmp_path: Path) -> None:
+    with prefect_api(OrchestrationConfig(), tmp_path) as api:
+        made = ensure_warm_start(tmp_path, SMALL, 0, api=api)
+        from prefect.client.orchestration import get_client
+
+        with get_client(sync_client=True) as client:
+            deadline = time.monotonic() + 30
+            while len(tasks := client.read_task_runs()) < 3 and time.monotonic() < deadline:
+                time.sleep(0.2)
+            (flow_run,) = client.read_flow_runs()
+    assert flow_run.name == f"warm-start-{made.model_path.parent.name}"
+    assert flow_run.state_name == "Completed"
+    assert sorted(task.name.split("-")[0] for task in tasks) == ["commit_prepared", "make_data", "train_and_measure"]
 
 
 @pytest.mark.slow

@@ -39,22 +39,22 @@ def train_model(
         The model, and `loss` (mean of the last tenth of the steps), `steps`, `tokens`, `seconds`.
 
     Raises:
-        ValueError: the loss is not finite.
+        RuntimeError: the gradient is not finite.
     """
-    start = time.perf_counter()
+    start, losses = time.perf_counter(), []
     sequences = torch.from_numpy(np.concatenate([prompts, responses], axis=1))
     model = _new_model(shape, tokenizer, sequences.shape[1], seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=schedule.lr, weight_decay=0.01, fused=True)
-    losses = []
-    for step, batch in enumerate(sequences.split(schedule.batch)):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.lr * lr_factor(step, schedule)
-        loss = _response_loss(model, batch, responses.shape[1])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-        optimizer.step()
-        losses.append(loss.item())
+    with _one_thread():
+        for step, batch in enumerate(sequences.split(schedule.batch)):
+            for group in optimizer.param_groups:
+                group["lr"] = schedule.lr * lr_factor(step, schedule)
+            loss = _response_loss(model, batch, responses.shape[1])
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
+            losses.append(loss.item())
     tail = losses[-max(len(losses) // 10, 1) :]
     return model.eval(), {
         "loss": float(np.mean(tail)),
@@ -114,7 +114,7 @@ def write_responses(
         [G, samples, up to max_tokens] token ids, padded after the end token.
     """
     rows = torch.from_numpy(prompts).repeat_interleave(samples, dim=0)
-    with torch.inference_mode(), _seeded("samples", seed):
+    with torch.inference_mode(), _one_thread(), _seeded("samples", seed):
         out = model.generate(
             input_ids=rows,
             attention_mask=torch.ones_like(rows),
@@ -154,3 +154,14 @@ def _seeded(what: str, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hashed("word_problems", what, seed))
         yield
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: a second one waits more than it works here, and their number would change the result."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
