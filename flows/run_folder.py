@@ -88,10 +88,21 @@ MAY_CHANGE = (
 """Keys that may differ when a run goes on: they do not decide what a step computes."""
 
 
+DECIDE_THE_SCHEDULE = ("trainer.total_epochs", "trainer.total_training_steps")
+"""Keys that decide the learning rate of earlier steps, where the schedule has the length of the run."""
+
+
+def _rate_depends_on_length(cfg: RunConfig) -> bool:
+    optim = cfg.actor_rollout_ref.actor.optim
+    by_ratio = optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0
+    return optim.total_training_steps < 0 and (optim.lr_scheduler_type != "constant" or by_ratio)
+
+
 def _refuse_other_meaning(run: RunWriter, cfg: RunConfig) -> None:
     before = yaml.safe_load((run.root / "config.yaml").read_text())
     changed = list(_differences(before, cfg.model_dump(mode="json")))
-    refused = [change for change in changed if not change[0].startswith(MAY_CHANGE)]
+    may_change = [key for key in MAY_CHANGE if key not in DECIDE_THE_SCHEDULE or not _rate_depends_on_length(cfg)]
+    refused = [change for change in changed if not change[0].startswith(tuple(may_change))]
     if refused:
         lines = [f"- {key}: the run has {old!r}, asked for is {new!r}" for key, old, new in refused]
         raise StorageError(

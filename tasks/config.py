@@ -98,7 +98,7 @@ class DataConfig(Section):
     gen_batch_size: int | None = Field(None, ge=1)
     """Prompts generated at a time when groups are filtered; null: `train_batch_size`, its only value without."""
     val_batch_size: int | None = Field(None, ge=1)
-    """Validation prompts per generate call; null: all at once."""
+    """verl's word for the prompts of a validation batch; the engine cuts its calls by `rollout.max_num_seqs`."""
     train_max_samples: int = -1
     """Use at most this many training rows; -1: all."""
     val_max_samples: int = -1

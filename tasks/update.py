@@ -20,6 +20,8 @@ READS = (
     "actor_rollout_ref.model",
     "actor_rollout_ref.actor",
     "actor_rollout_ref.rollout.temperature",
+    "actor_rollout_ref.rollout.do_sample",
+    "actor_rollout_ref.rollout.response_length",
     "data.max_response_length",
 )
 CODE = ("tasks.update", "tasks.workers", "tasks.algorithms")

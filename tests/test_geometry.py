@@ -296,7 +296,7 @@ def test_prompt_and_response_must_fit_the_models_context() -> None:
     """Field case B92."""
     problem = only_problem(one_device(prompt=64, response=16), model=ModelLimits(max_position_embeddings=64))
     assert problem.code == "MODEL_CONTEXT"
-    assert "64 + 16 = 80 <= 64" in problem.rule
+    assert "64 + 16 = 80 must be <= 64" in problem.rule
     assert problem.nearest[0].key == "data.max_prompt_length" and problem.nearest[0].lower == 48
     checked_plan(one_device(prompt=48, response=16), model=ModelLimits(max_position_embeddings=64))
 

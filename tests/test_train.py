@@ -515,3 +515,10 @@ def test_a_loss_trains_a_step(tiny_run, mode):
 def test_an_estimator_whose_input_no_stage_makes_is_refused(tiny_run, estimator):
     with pytest.raises(ValueError, match="which no stage makes"):
         run(tiny_run(f"algorithm.adv_estimator={estimator}"))
+
+
+def test_a_longer_run_is_refused_where_it_would_change_the_learning_rates_of_its_past(tiny_run):
+    cosine = ["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "trainer.total_epochs=9"]
+    run(tiny_run(*cosine))
+    with pytest.raises(StorageError, match=r"trainer\.total_training_steps: the run has 2, asked for is 4"):
+        run(tiny_run(*cosine, "trainer.total_training_steps=4"))

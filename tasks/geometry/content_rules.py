@@ -25,7 +25,7 @@ def _check_lengths(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[D
             (key, "data.max_prompt_length"),
             f"{key}={engine} is shorter than data.max_prompt_length={longest}: prompts between the two would pass the "
             "data set's filter and not fit the engine.",
-            f"{engine} >= {longest}",
+            f"{engine} must be >= {longest}",
             (Try(key, engine, (), (longest,)), Try("data.max_prompt_length", longest, (engine,))),
         )
     context_key, context = f"{ROLLOUT}.max_model_len", cfg.actor_rollout_ref.rollout.max_model_len
@@ -39,7 +39,7 @@ def _check_lengths(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[D
             "ENGINE_CONTEXT",
             (context_key,),
             f"{context_key}={context} is more than the model's max_position_embeddings {limit}.",
-            f"{context} <= {limit}",
+            f"{context} must be <= {limit}",
             (Try(context_key, context, (limit,)),),
         )
 
@@ -54,7 +54,7 @@ def _context_draft(code: str, numbers: Numbers, what: str, limit: int, tries: tu
         code,
         (response_key, prompt_key, f"{ROLLOUT}.max_model_len"),
         f"a prompt of {prompt} and a response of {response} tokens do not fit {what}={limit} together.",
-        f"{prompt} + {response} = {prompt + response} <= {limit}",
+        f"{prompt} + {response} = {prompt + response} must be <= {limit}",
         (
             *tries,
             Try(response_key, response, (limit - prompt,) if limit > prompt else ()),
@@ -121,9 +121,8 @@ def _check_groups(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Dr
             "GROUP_OF_ONE",
             (SAMPLES, "algorithm.adv_estimator"),
             f"algorithm.adv_estimator={estimator} compares a response with others of its prompt, and {SAMPLES}=1 "
-            "leaves none (verl then takes the raw reward for the advantage). reinforce_plus_plus and remax work with "
-            "one.",
-            f"{SAMPLES} {n} >= 2",
+            "leaves none (verl then takes the raw reward for the advantage). reinforce_plus_plus works with one.",
+            f"{SAMPLES} {n} must be >= 2",
             (samples_try(numbers),),
         )
     rollout = cfg.actor_rollout_ref.rollout
@@ -171,6 +170,14 @@ def _check_rollout_correction(cfg: RunConfig, numbers: Numbers, facts: Facts) ->
         )
 
 
+def _check_loss(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
+    loss, key = cfg.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss.dro_beta"
+    if loss.loss_mode == "dro" and loss.dro_beta is None:
+        yield Draft(
+            "DRO_BETA", (key,), f"policy_loss.loss_mode=dro needs {key}, such as 0.1.", f"{key} must be > 0", ()
+        )
+
+
 CONTENT_RULES: tuple[Rule, ...] = (
     _check_lengths,
     _check_overlong_buffer,
@@ -178,4 +185,5 @@ CONTENT_RULES: tuple[Rule, ...] = (
     _check_groups,
     _check_validation_sampling,
     _check_rollout_correction,
+    _check_loss,
 )

@@ -124,7 +124,7 @@ class Numbers:
     ppo_epochs: int
     optimizer_steps_per_step: int
     on_policy: bool
-    """One optimizer step per step: the ratio is exactly 1 when it is made."""
+    """One optimizer step per step: the ratio is 1, up to rounding, when it is made."""
 
     prompt_length: int
     response_length: int

@@ -182,11 +182,15 @@ def _micro(numbers: Numbers, cut: Cut) -> tuple[int, int] | None:
     return (held, numbers.padded_sequence_tokens) if held else None
 
 
+_PLURAL = {"forward": "forwards", "micro-batch": "micro-batches"}
+
+
 def _times(cut: Cut, times: int | None, word: str) -> str:
     if times is None:
-        return f"no whole number of {word}s"
-    plural = {"forward": "forwards", "micro-batch": "micro-batches"}[word] if times != 1 else word
-    return f"{times} {plural}" + (f" at full length under {cut.token_budget} tokens" if cut.by_tokens else "")
+        return f"no whole number of {_PLURAL[word]}"
+    return f"{times} {word if times == 1 else _PLURAL[word]}" + (
+        f" at full length under {cut.token_budget} tokens" if cut.by_tokens else ""
+    )
 
 
 def _rows(share: float | None) -> int | None:

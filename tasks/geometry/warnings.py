@@ -60,7 +60,7 @@ def _of_batches(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
         yield PlanWarning(
             "ON_POLICY",
             (MINI, f"{ACTOR}.ppo_epochs"),
-            "one optimizer step per step: the ratio is exactly 1 when it is made, so nothing is clipped.",
+            "one optimizer step per step: the ratio is 1 up to rounding when it is made, so nothing is clipped.",
             "info",
         )
     filtered = cfg.algorithm.filter_groups
@@ -276,6 +276,37 @@ def _of_cadence(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
         )
 
 
+NO_EFFECT = {
+    "data.val_batch_size": "validation goes through the engine in waves of rollout.max_num_seqs",
+    "algorithm.lam": "no critic-free estimator reads it",
+    "actor_rollout_ref.actor.fsdp_config.forward_prefetch": "weights are not sharded on one device",
+    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "weights are not sharded on one device",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype": "one device has nothing to reduce over",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "the transformers engine takes the memory it needs",
+    "actor_rollout_ref.rollout.enforce_eager": "the transformers engine captures no graphs",
+    "actor_rollout_ref.rollout.free_cache_engine": "the transformers engine frees its cache after every call",
+    "actor_rollout_ref.rollout.enable_chunked_prefill": "the transformers engine prefills whole prompts",
+    "actor_rollout_ref.rollout.load_format": "the transformers engine samples from the policy's own weights",
+}
+"""Keys that one device with the transformers engine does not read, and why."""
+
+
+def _of_keys_without_effect(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    if numbers.world_size > 1 or cfg.actor_rollout_ref.rollout.name != "transformers":
+        return
+    default = RunConfig()
+    for key, why in NO_EFFECT.items():
+        if _value(cfg, key) != _value(default, key):
+            yield PlanWarning("NO_EFFECT", (key,), f"{key} has no effect here: {why}.", "info")
+
+
+def _value(cfg: RunConfig, key: str) -> object:
+    value: object = cfg
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
 _LOOKS: tuple[_Look, ...] = (
     _of_batches,
     _of_micro_batches,
@@ -285,4 +316,5 @@ _LOOKS: tuple[_Look, ...] = (
     _of_algorithm,
     _of_duration,
     _of_cadence,
+    _of_keys_without_effect,
 )
