@@ -88,7 +88,7 @@ def main() -> None:
         cfg = load_config([recipe_file("quickstart")], [f"storage.root={root}", "trainer.save_freq=-1", *sys.argv[1:]])
         progress = Progress(console)
         api = stack.enter_context(prefect_api(cfg.orchestration, Path(root), progress.say))
-        cfg = prepare([recipe_file("quickstart")], cfg, console, api)
+        cfg = prepare([recipe_file("quickstart")], cfg, progress.say, api)
         data = load_data(cfg)
         plan = plan_of(cfg, train_prompts=data.train.table.num_rows)
         run = stack.enter_context(open_run_for_training(cfg, progress.say))

@@ -66,7 +66,7 @@ def train_command(files: Sequence[Path], overrides: Sequence[str]) -> int:
         stack.enter_context(sigterm_raises())
         say = Progress(console).say
         api = stack.enter_context(prefect_api(cfg.orchestration, Path(cfg.storage.root), say))
-        cfg = prepare(files, cfg, console, api)
+        cfg = prepare(files, cfg, say, api)
         outcome = run_training(cfg, console, api)
     print_outcome(outcome, console)
     return 0

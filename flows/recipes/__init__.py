@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from flows.config_layers import Layers
 from tasks.config import RunConfig
 
@@ -40,13 +38,15 @@ def list_recipes() -> list[tuple[str, str]]:
     return [(name, path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")) for name, path in names]
 
 
-def prepare(files: Sequence[Path], cfg: RunConfig, console: Console, api: PrefectAPI | None = None) -> RunConfig:
+def prepare(
+    files: Sequence[Path], cfg: RunConfig, say: Callable[[str], None], api: PrefectAPI | None = None
+) -> RunConfig:
     """Make the model and the data of a recipe where the configuration leaves them open, or find them as made before.
 
     Args:
         files: the configuration's files; a recipe among them names what is made.
         cfg: the configuration.
-        console: told what is done.
+        say: told what is done, in sentences.
         api: Prefect server to report to; None: call the stages plainly.
 
     Returns:
@@ -60,7 +60,7 @@ def prepare(files: Sequence[Path], cfg: RunConfig, console: Console, api: Prefec
     }
     if not names or not any(is_open.values()):
         return cfg
-    made = PREPARE[names[-1]](cfg, console, api)
+    made = PREPARE[names[-1]](cfg, say, api)
     layers = Layers(cfg.model_dump(mode="json"))
     for key, value in made.items():
         if is_open[key]:
@@ -68,21 +68,21 @@ def prepare(files: Sequence[Path], cfg: RunConfig, console: Console, api: Prefec
     return RunConfig.model_validate(layers.values)
 
 
-def _quickstart(cfg: RunConfig, console: Console, api: PrefectAPI | None) -> dict[str, Any]:
+def _quickstart(cfg: RunConfig, say: Callable[[str], None], api: PrefectAPI | None) -> dict[str, Any]:
     from flows.warm_start import ensure_warm_start
     from tasks.warm_start.parameters import WarmStartParameters
 
     root, seed = Path(cfg.storage.root), cfg.trainer.seed
-    made = ensure_warm_start(root, WarmStartParameters(), seed, api=api, say=console.print)
+    made = ensure_warm_start(root, WarmStartParameters(), seed, api=api, say=say)
     return _filled(made.model_path, made.train_file, made.val_file)
 
 
-def _smollm2(cfg: RunConfig, console: Console, api: PrefectAPI | None) -> dict[str, Any]:
+def _smollm2(cfg: RunConfig, say: Callable[[str], None], api: PrefectAPI | None) -> dict[str, Any]:
     from flows.smollm2 import ensure_small_additions, ensure_smollm2
 
     root = Path(cfg.storage.root)
-    train, val = ensure_small_additions(root, cfg.trainer.seed, 64, api=api, say=console.print)
-    return _filled(ensure_smollm2(root, api=api, say=console.print), train, val)
+    train, val = ensure_small_additions(root, cfg.trainer.seed, 64, api=api, say=say)
+    return _filled(ensure_smollm2(root, api=api, say=say), train, val)
 
 
 def _filled(model: Path, train: Path, val: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _filled(model: Path, train: Path, val: Path) -> dict[str, Any]:
     }
 
 
-PREPARE: dict[str, Callable[[RunConfig, Console, PrefectAPI | None], dict[str, Any]]] = {
+PREPARE: dict[str, Callable[[RunConfig, Callable[[str], None], PrefectAPI | None], dict[str, Any]]] = {
     "quickstart": _quickstart,
     "smollm2": _smollm2,
 }
