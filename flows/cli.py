@@ -1,6 +1,7 @@
 """The command line. Imports nothing heavy until a command needs it.
 
-Exit codes: 0 done, 1 the run failed, 2 the request cannot be served (configuration, plan, files), 130 interrupted.
+Exit codes: 0 done, 1 the run failed in a stage, 2 the request cannot be served (configuration, plan, files),
+130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def show(
     step: Annotated[int | None, typer.Option(help="Which step; the newest by default.")] = None,
     stage: Annotated[str | None, typer.Option(help="An artifact, such as rewards.")] = None,
     sample: Annotated[str | None, typer.Option(help="A sample's id: this sample through all stages.")] = None,
-    limit: Annotated[int, typer.Option(help="Rows of an artifact to show.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Rows of an artifact to show.")] = 20,
     as_json: Json = False,
 ) -> None:
     """Show a step, one of its artifacts, or one sample through all stages."""
@@ -122,17 +123,19 @@ def recipes() -> None:
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one readable message and exit code 2; a traceback is a bug of ours."""
+    """Entry point: a user's mistake is one readable message; a traceback is a bug of ours."""
     try:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
-    except ValueError as error:
-        _fail(error, 2)
     except Exception as error:
         from storage import StorageError
+        from tasks.rewards.calls import RewardError
+        from tasks.stage import StageError
 
-        if not isinstance(error, StorageError):
+        if isinstance(error, StageError | RewardError):
+            _fail(error, 1)
+        if not isinstance(error, ValueError | StorageError | OSError):
             raise
         _fail(error, 2)
 

@@ -24,6 +24,10 @@ def run_folder(cfg: RunConfig) -> Path:
     trainer = cfg.trainer
     if trainer.default_local_dir:
         return Path(trainer.default_local_dir)
+    for key in ("project_name", "experiment_name"):
+        name = getattr(trainer, key)
+        if not name or name in (".", "..") or set(name) & set("/\\\0"):
+            raise ValueError(f"trainer.{key}={name!r} cannot be the name of a folder under storage.root")
     return Path(cfg.storage.root) / trainer.project_name / trainer.experiment_name
 
 
@@ -39,13 +43,17 @@ def open_run_for_training(cfg: RunConfig, say: Callable[[str], None]) -> RunWrit
         folder = _beside(folder)
     if (folder / "run.json").exists():
         run = RunWriter(folder)
-        _refuse_other_meaning(run, cfg)
+        changes = allowed_changes(folder, cfg)
+        if changes:
+            run.append("config_changed", changes=changes)
         say(f"going on with {folder}")
-    elif folder.exists() and any(folder.iterdir()):
-        raise StorageError(f"{folder} is not empty and is no run. Set trainer.default_local_dir to another folder.")
     else:
-        run = RunWriter.create(folder, cfg.trainer.experiment_name)
-        run.write_document("config.yaml", to_yaml(cfg))
+        try:
+            run = RunWriter.create(folder, cfg.trainer.experiment_name, {"config.yaml": to_yaml(cfg)})
+        except (FileExistsError, NotADirectoryError):
+            raise StorageError(
+                f"{folder} holds something that is no run. Set trainer.default_local_dir to another folder."
+            ) from None
         say(f"run folder {folder}")
     run.code_digest = code_digest(("tasks", "storage"))
     run.config_digest = sha256_json(cfg.model_dump(mode="json"))
@@ -98,21 +106,30 @@ def _rate_depends_on_length(cfg: RunConfig) -> bool:
     return optim.total_training_steps < 0 and (optim.lr_scheduler_type != "constant" or by_ratio)
 
 
-def _refuse_other_meaning(run: RunWriter, cfg: RunConfig) -> None:
-    before = yaml.safe_load((run.root / "config.yaml").read_text())
+def allowed_changes(folder: Path, cfg: RunConfig) -> dict[str, list[Any]]:
+    """What differs between the configuration of the run in a folder and this one, where it may; {} for no run.
+
+    Raises:
+        StorageError: it differs in what decides a step, or the run's configuration cannot be read.
+    """
+    if cfg.trainer.resume_mode == "disable" or not (folder / "run.json").exists():
+        return {}
+    try:
+        before = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise StorageError(f"{folder / 'config.yaml'} cannot be read, so the run cannot go on: {error}") from error
     changed = list(_differences(before, cfg.model_dump(mode="json")))
     may_change = [key for key in MAY_CHANGE if key not in DECIDE_THE_SCHEDULE or not _rate_depends_on_length(cfg)]
     refused = [change for change in changed if not change[0].startswith(tuple(may_change))]
     if refused:
         lines = [f"- {key}: the run has {old!r}, asked for is {new!r}" for key, old, new in refused]
         raise StorageError(
-            f"{run.root} holds the run {run.run_id}, whose configuration means something else:\n"
+            f"{folder} holds a run whose configuration means something else:\n"
             + "\n".join(lines)
             + "\nNothing was written. Use the run's own values, or start another run with another "
             "trainer.experiment_name or trainer.resume_mode=disable."
         )
-    if changed:
-        run.append("config_changed", changes={key: [old, new] for key, old, new in changed})
+    return {key: [old, new] for key, old, new in changed}
 
 
 def keep_inputs(run: RunWriter, prompts: PreparedPrompts, first_weights: str) -> None:

@@ -22,18 +22,23 @@ _HEADLINE = ("critic/score/mean", "response_length/mean", "actor/kl_loss", "timi
 
 def ls(root: Path, as_json: bool, console: Console) -> None:
     """List the runs under a folder: state, steps, last score."""
-    runs = [_summary(run) for run in list_runs(root)]
+    runs = []
+    for found in list_runs(root):
+        try:
+            runs.append(_summary(found))
+        except StorageError as error:
+            Console(stderr=True).print(Text(f"{_short(found.root)}: {error}"), soft_wrap=True)
     if as_json:
         console.out(json.dumps(runs))
         return
     if not runs:
-        console.print(f"no runs under {root}")
+        console.print(Text(f"no runs under {root}"))
         return
     table = Table("run", "state", "steps", "score", "started", box=None)
     for run in runs:
         score = run["metrics"].get("critic/score/mean")
         table.add_row(
-            run["path"],
+            Text(run["path"]),
             run["state"],
             str(run["last_step"]),
             "" if score is None else f"{score:.3f}",
@@ -70,9 +75,9 @@ def status(path: Path, as_json: bool, console: Console) -> None:
         console.out(json.dumps(summary))
         return
     owner = summary["owner"]
-    console.print(f"[bold]{summary['run_id']}[/] in {summary['path']}: [bold]{summary['state']}[/]")
+    console.print(Text(f"{summary['run_id']} in {summary['path']}: {summary['state']}", style="bold"))
     if owner:
-        console.print(f"written by process {owner['pid']} on {owner['host']} since {owner.get('since', '?')}")
+        console.print(Text(f"written by process {owner['pid']} on {owner['host']} since {owner.get('since', '?')}"))
     console.print(f"finished steps: {last}; checkpoints: {', '.join(map(str, summary['checkpoints'])) or 'none'}")
     if summary["open_step"]:
         done = ", ".join(summary["open_step"]["committed"]) or "nothing yet"

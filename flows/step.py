@@ -62,9 +62,13 @@ def train_step(step: Step, workers: Workers, stages: Stages) -> dict[str, Artifa
     prompts = stages.run(choose_prompts, step, workers.train)
     rollouts = stages.run(generate, step, prompts, workers.engine, workers.tokenizer)
     scoring = stages.start(reward, step, prompts, rollouts, workers.rewards)
-    old = stages.run(old_log_prob, step, prompts, rollouts, workers.policy)
-    ref = stages.run(ref_log_prob, step, prompts, rollouts, workers.policy) if step.cfg.needs_ref else None
-    rewards = scoring()
+    try:
+        old = stages.run(old_log_prob, step, prompts, rollouts, workers.policy)
+        ref = stages.run(ref_log_prob, step, prompts, rollouts, workers.policy) if step.cfg.needs_ref else None
+        rewards = scoring()
+    except BaseException:
+        workers.rewards.stop()
+        raise
     advantages = stages.run(advantage, step, rollouts, rewards, old, ref, previous)
     ref_in_loss = ref if step.cfg.actor_rollout_ref.actor.use_kl_loss else None
     updates = stages.run(update, step, prompts, rollouts, old, ref_in_loss, advantages, workers.policy)
@@ -82,8 +86,9 @@ def validate_policy(step: Step, workers: Workers, stages: Stages) -> dict[str, A
     """Validate the policy as it is, before the first step or without training, and return the artifacts by name."""
     artifacts: dict[str, Artifact] = {}
     metrics = _validate(step, workers, stages, artifacts)
-    trained = (step.run.step(step.index).record or {}).get("metrics", {"training/global_step": float(step.index)})
-    _finish(step, artifacts, {**trained, **metrics})
+    before = step.run.step(step.index).record or {}
+    trained = before.get("metrics", {"training/global_step": float(step.index)})
+    _finish(step, artifacts, {**trained, **metrics}, before.get("artifacts", {}))
     return artifacts
 
 
@@ -97,8 +102,10 @@ def _validate(step: Step, workers: Workers, stages: Stages, artifacts: dict[str,
     return {**metrics, "timing_s/testing": time.perf_counter() - started}
 
 
-def _finish(step: Step, artifacts: dict[str, Artifact], metrics: dict[str, float | None]) -> None:
-    digests = {stage: artifact.digest for stage, artifact in artifacts.items()}
+def _finish(
+    step: Step, artifacts: dict[str, Artifact], metrics: dict[str, float | None], known: dict[str, str] | None = None
+) -> None:
+    digests = {**(known or {}), **{stage: artifact.digest for stage, artifact in artifacts.items()}}
     step.run.finish_step(step.index, {"metrics": metrics, "artifacts": digests})
 
 

@@ -29,6 +29,8 @@ def _reasons(cfg: RunConfig, plan: Plan) -> Iterator[str]:
             f"{cfg.trainer.n_gpus_per_node}): training runs on one. Set both to 1; "
             "actor_rollout_ref.rollout.tensor_model_parallel_size=1 goes with it."
         )
+    if policy.model.dtype == "float64":
+        yield "actor_rollout_ref.model.dtype=float64: the rollout engine samples in float32 or bfloat16."
     if policy.rollout.name != "transformers":
         yield f"actor_rollout_ref.rollout.name={policy.rollout.name}: the engine here is transformers."
     estimator = cfg.algorithm.adv_estimator

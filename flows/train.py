@@ -21,13 +21,13 @@ from flows.prefect_server import PrefectAPI, prefect_api
 from flows.progress import Progress
 from flows.recipes import prepare
 from flows.recover import recover
-from flows.run_folder import keep_inputs, open_run_for_training
+from flows.run_folder import allowed_changes, keep_inputs, open_run_for_training, run_folder
 from flows.stages import StageRunner, stage_runner
 from flows.step import Stages, Workers, train_step, validate_policy
 from flows.support import refuse_unbuilt
 from flows.tracking import Tracker
 from storage import RunWriter
-from storage.checkpoints import checkpoints, prune_checkpoints, save_checkpoint
+from storage.checkpoints import intact_checkpoints, prune_checkpoints, save_checkpoint
 from tasks.config import RunConfig
 from tasks.data import PreparedPrompts, prepare_prompts
 from tasks.geometry import Plan, PlanError
@@ -36,7 +36,7 @@ from tasks.stage import Step
 from tasks.tokenizer import load_tokenizer
 
 
-class Terminated(BaseException):
+class Terminated(SystemExit):
     """The run was told to end by SIGTERM."""
 
 
@@ -84,6 +84,7 @@ def run_training(cfg: RunConfig, console: Console, api: PrefectAPI | None = None
         ValueError, StorageError: the configuration, its data or the folder does not allow it.
     """
     refuse_unbuilt(cfg, checked(plan_of(cfg)))
+    allowed_changes(run_folder(cfg), cfg)
     data = load_data(cfg)
     plan = checked(plan_of(cfg, train_prompts=data.train.table.num_rows, val_prompts=data.val_prompts))
     progress = Progress(console, plan.total_steps or 0)
@@ -91,12 +92,13 @@ def run_training(cfg: RunConfig, console: Console, api: PrefectAPI | None = None
     for warning in plan.warnings:
         progress.say(f"{warning.level}: {warning.message}")
     with ExitStack() as stack:
+        # What can be refused is refused here, before there is a run.
+        workers = stack.enter_context(open_workers(cfg, plan, data))
         run = stack.enter_context(open_run_for_training(cfg, progress.say))
         tracker = stack.enter_context(Tracker(run, cfg, progress.say))
+        keep_inputs(run, data.train, workers.policy.weights_digest())
         stack.enter_context(state_is_kept(run, tracker))
         runner = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
-        workers = stack.enter_context(open_workers(cfg, plan, data))
-        keep_inputs(run, data.train, workers.policy.weights_digest())
         describe(run, cfg, plan, data, tracker)
         # The server has been starting since this process began; only now is it needed.
         if api is not None and (problem := api.wait_ready(progress.say)):
@@ -126,7 +128,7 @@ def sigterm_raises() -> Iterator[None]:
     """SIGTERM raises Terminated in the block, so that it ends like Ctrl-C: nothing half done is committed."""
 
     def raise_it(*_: object) -> None:
-        raise Terminated
+        raise Terminated(128 + signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, raise_it)
     try:
@@ -288,9 +290,10 @@ class Loop:
             self.progress.validation(index, validation)
 
     def _save(self, index: int) -> None:
-        """Save a checkpoint, and only then let go of the oldest."""
+        """Save a checkpoint, unless it is there and intact, and only then let go of the oldest."""
         policy = self.workers.policy
-        if any(checkpoint.step == index for checkpoint in checkpoints(self.run.root)):
+        newest = next(intact_checkpoints(self.run.root, skipped=self.progress.say), None)
+        if newest is not None and newest.step == index:
             return
         about = {"policy_version": index, "weights_digest": policy.weights_digest(), "run_id": self.run.run_id}
         save_checkpoint(self.run.root, index, policy.save, expected_bytes=policy.checkpoint_bytes(), about=about)

@@ -68,8 +68,9 @@ def checkpoints(root: Path) -> list[Checkpoint]:
     for path in sorted((root / "checkpoints").glob(f"[0-9]*/{MANIFEST}")):
         try:
             manifest = json.loads(path.read_bytes())
+            _ = manifest["files"].items()
             found.append(Checkpoint(int(path.parent.name), path.parent, manifest))
-        except ValueError:
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return found
 

@@ -37,7 +37,15 @@ from storage.artifacts import (
     read_table,
     reference,
 )
-from storage.durable import StorageError, append_json_line, read_json_lines, write_json
+from storage.durable import (
+    StorageError,
+    all_or_nothing,
+    append_json_line,
+    read_json_lines,
+    sync_file,
+    sync_folder,
+    write_json,
+)
 from storage.schema import FORMAT_VERSION, KIND, SCHEMAS
 
 STAGES = (*SCHEMAS, *KIND)
@@ -61,7 +69,7 @@ class StepView:
     def attempts(self, stage: str) -> list[Path]:
         """Folders of an artifact's committed attempts, oldest first."""
         folders = (self.folder / stage).glob("[0-9]*")
-        return sorted(folder for folder in folders if (folder / MANIFEST).is_file())
+        return sorted(folder for folder in folders if folder.name.isdigit() and (folder / MANIFEST).is_file())
 
     def manifest(self, stage: str) -> Manifest | None:
         """Manifest of the newest attempt; None when nothing is committed."""
@@ -93,7 +101,12 @@ class StepView:
     def record(self) -> dict[str, Any] | None:
         """The step as a whole: metrics and digests; None when the step is not finished."""
         path = self.folder / "step.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        try:
+            return json.loads(path.read_text()) if path.is_file() else None
+        except ValueError as error:
+            raise StorageError(
+                f"{path} is damaged ({error}). Remove it: the step is then finished again from its stages."
+            ) from error
 
 
 class Run:
@@ -107,11 +120,13 @@ class Run:
         """What never changes about a run: id, name, format, creation time."""
         try:
             identity = json.loads((self.root / "run.json").read_text())
-        except FileNotFoundError:
+            newer = identity["format_version"] > FORMAT_VERSION
+            _ = identity["run_id"], identity["name"], identity["created_at"]
+        except (FileNotFoundError, NotADirectoryError):
             raise StorageError(f"{self.root} is no run: it has no run.json") from None
-        except ValueError as error:
-            raise StorageError(f"{self.root / 'run.json'} is damaged: {error}") from error
-        if identity["format_version"] > FORMAT_VERSION:
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{self.root / 'run.json'} is damaged: {error!r}") from error
+        if newer:
             raise StorageError(f"{self.root} was written by a newer version of grpoflow; upgrade to read it")
         return identity
 
@@ -126,7 +141,7 @@ class Run:
 
     def steps(self) -> list[int]:
         """Numbers of the steps that have a folder, step 0 included."""
-        return sorted(int(path.name) for path in (self.root / "steps").glob("[0-9]*"))
+        return sorted(int(path.name) for path in (self.root / "steps").glob("[0-9]*") if path.name.isdigit())
 
     def finished_steps(self) -> list[int]:
         """Numbers of the finished training steps."""
@@ -136,7 +151,7 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         """The ledger: what happened to this run, oldest first."""
-        return read_json_lines(self.root / "ledger.jsonl")
+        return [line for line in read_json_lines(self.root / "ledger.jsonl") if "event" in line and "at" in line]
 
     @property
     def state(self) -> str:
@@ -177,25 +192,42 @@ class RunWriter(Run):
         self._drop_uncommitted()
 
     @classmethod
-    def create(cls, root: Path, name: str) -> Self:
-        """Make a new run's folder and take its lock.
+    def create(cls, root: Path, name: str, documents: Mapping[str, str] | None = None) -> Self:
+        """Make a new run's folder and take its lock. The folder appears with all it must have, or not at all.
+
+        Args:
+            root: the folder; it may be there, empty.
+            name: the run's name.
+            documents: texts that are kept with the run from its start, by file name.
 
         Raises:
-            FileExistsError: the folder exists.
+            FileExistsError: there is something in the folder.
             ValueError: the name cannot be a folder's.
         """
         if not _RUN_NAME.match(name):
             raise ValueError(
                 f"{name!r} cannot name a run: use letters, digits and . _ - + = @, and start with a letter or digit"
             )
-        root.mkdir(parents=True)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        for left in root.parent.glob(f".{root.name}.*.aside"):
+            shutil.rmtree(left)
+        aside = root.with_name(f".{root.name}.{uuid4().hex[:8]}.aside")
         identity = {
             "run_id": f"{name}-{uuid4().hex[:8]}",
             "name": name,
             "format_version": FORMAT_VERSION,
             "created_at": _now(),
         }
-        write_json(root / "run.json", identity)
+        with all_or_nothing(aside, f"run {name}"):
+            for file, text in (documents or {}).items():
+                (aside / file).write_text(text, encoding="utf-8")
+                sync_file(aside / file)
+            write_json(aside / "run.json", identity)
+            try:
+                aside.rename(root)
+            except OSError as error:
+                raise FileExistsError(f"{root} is not empty") from error
+            sync_folder(root.parent)
         return cls(root)
 
     def __enter__(self) -> Self:
@@ -242,7 +274,7 @@ class RunWriter(Run):
     ) -> Artifact:
         """Commit a table as the next attempt of a step's artifact."""
         folder = self.step(step).folder / stage
-        attempt = 1 + max((int(path.name) for path in folder.glob("[0-9]*")), default=0)
+        attempt = 1 + max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()), default=0)
         made_by = Provenance(
             run_id=self.run_id,
             lineage=self.lineage,
@@ -282,7 +314,7 @@ class RunWriter(Run):
 
     def _drop_uncommitted(self) -> None:
         """Remove what a dead writer left half-done: attempts without a manifest and files written aside."""
-        for folder in (self.root / "steps").glob("*/*/[0-9]*"):
+        for folder in [*self.root.glob("steps/*/*/[0-9]*"), *self.root.glob("checkpoints/[0-9]*")]:
             if not (folder / MANIFEST).is_file():
                 shutil.rmtree(folder)
         for path in [

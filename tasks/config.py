@@ -55,6 +55,10 @@ Dtype = Annotated[
 """verl writes both `bf16` and `bfloat16`."""
 
 
+MOST_PROMPTS = 2**20
+"""More prompts in a step, or responses to one, are a slip of the finger."""
+
+
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change after loading."""
 
@@ -93,9 +97,9 @@ class DataConfig(Section):
     """Longest prompt, in tokens, after the chat template."""
     max_response_length: int = Field(512, ge=1)
     """Longest response, in tokens."""
-    train_batch_size: int = Field(1024, ge=1)
+    train_batch_size: int = Field(1024, ge=1, le=MOST_PROMPTS)
     """Prompts per training step, over all devices."""
-    gen_batch_size: int | None = Field(None, ge=1)
+    gen_batch_size: int | None = Field(None, ge=1, le=MOST_PROMPTS)
     """Prompts generated at a time when groups are filtered; null: `train_batch_size`, its only value without."""
     val_batch_size: int | None = Field(None, ge=1)
     """verl's word for the prompts of a validation batch; the engine cuts its calls by `rollout.max_num_seqs`."""
@@ -317,7 +321,7 @@ class RolloutConfig(Section):
     """Rollout engine."""
     mode: Literal["async"] = "async"
     """verl's word; it has no other value left."""
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=MOST_PROMPTS)
     """Responses per prompt: the size of a group."""
     do_sample: bool = True
     """false: greedy."""
@@ -325,9 +329,9 @@ class RolloutConfig(Section):
     """Logits are divided by it, in sampling and in every log-prob that is compared with it; 0: greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample among the most likely tokens that hold this much probability."""
-    top_k: int = -1
+    top_k: int = Field(-1, ge=-1)
     """Sample among this many most likely tokens; -1: all."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response; the response keeps them."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""

@@ -24,7 +24,15 @@ class Tokenizer(Protocol):
         """Texts of rows of token ids."""
 
 
-READS = ("actor_rollout_ref.rollout", "actor_rollout_ref.model", "data.max_response_length", "trainer.seed")
+_ROLLOUT = ("name", "n", "do_sample", "temperature", "top_p", "top_k", "stop", "ignore_eos", "calculate_log_probs")
+_LIMITS = ("response_length", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+READS = (
+    *(f"actor_rollout_ref.rollout.{name}" for name in (*_ROLLOUT, *_LIMITS)),
+    "actor_rollout_ref.model",
+    "data.max_response_length",
+    "trainer.seed",
+)
+VALIDATION_READS = (*READS, "actor_rollout_ref.rollout.val_kwargs")
 CODE = ("tasks.generate", "tasks.seeds", "tasks.engines")
 
 
@@ -53,7 +61,7 @@ def generate(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: To
 
 def generate_validation(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer) -> Artifact:
     """Commit `val_rollouts`: `val_kwargs.n` responses to each validation prompt, by the policy after this step."""
-    stage = step.open("val_rollouts", reads=READS, code=CODE, parents=[prompts], policy_version=step.index)
+    stage = step.open("val_rollouts", reads=VALIDATION_READS, code=CODE, parents=[prompts], policy_version=step.index)
     if done := stage.committed():
         return done
     n = step.cfg.actor_rollout_ref.rollout.val_kwargs.n

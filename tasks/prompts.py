@@ -10,7 +10,7 @@ from storage import Artifact
 from tasks.data import PreparedPrompts, step_rows
 from tasks.stage import Step
 
-READS = ("data", "trainer.seed")
+READS = ("data.train_batch_size", "data.shuffle", "data.seed", "trainer.seed")
 CODE = ("tasks.prompts", "tasks.data")
 
 

@@ -283,6 +283,15 @@ def test_a_torn_last_line_of_the_ledger_is_no_event_and_does_not_spoil_the_next(
     assert [event["event"] for event in run.events()] == ["opened", "closed"]
 
 
+def test_a_run_begins_in_an_empty_folder_and_not_in_one_that_holds_something(tmp_path):
+    (tmp_path / "run").mkdir()
+    with RunWriter.create(tmp_path / "run", "run", {"config.yaml": "a: 1"}) as run:
+        assert (run.root / "config.yaml").read_text() == "a: 1"
+    with pytest.raises(FileExistsError):
+        RunWriter.create(tmp_path / "run", "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.parametrize("name", ["../up", "", "a/b", ".hidden", "a b"])
 def test_a_run_cannot_be_named_like_a_path(tmp_path, name):
     with pytest.raises(ValueError, match="cannot name a run"):

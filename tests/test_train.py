@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -140,6 +141,16 @@ def test_the_last_step_is_saved_once_whether_or_not_it_is_a_multiple_of_save_fre
     assert events == [3, 6]
 
 
+def test_a_damaged_final_checkpoint_is_saved_again(tiny_run):
+    the_run, _ = run(tiny_run())
+    weights = the_run.root / "checkpoints" / "000002" / "model.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    _, output = run(tiny_run())
+    assert "checkpoint 2 is skipped" in output
+    assert weights.read_bytes() == good
+
+
 def test_only_the_newest_checkpoints_are_kept(tiny_run):
     steps = ["trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2"]
     the_run, _ = run(tiny_run(*steps))
@@ -233,17 +244,36 @@ def test_a_finished_run_says_so_and_trains_nothing(tiny_run):
     assert "all 2 steps are finished" in output
 
 
+def test_a_signal_does_not_wait_for_rewards_that_hang(tiny_run, tmp_path):
+    cfg = tiny_run("reward.timeout_s=600")
+    (tmp_path / "reward.py").write_text(
+        "import pathlib, time\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    pathlib.Path({str(tmp_path / 'began')!r}).touch(); time.sleep(600)\n"
+    )
+    (tmp_path / "cfg.json").write_text(cfg.model_dump_json())
+    process = subprocess.Popen([sys.executable, "-c", TRAIN, tmp_path / "cfg.json"], stdout=subprocess.DEVNULL)
+    while not (tmp_path / "began").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert open_run(tmp_path / "run").state == "killed"
+
+
+TRAIN = (
+    "import sys; from rich.console import Console; from tasks.config import RunConfig\n"
+    "from flows.train import run_training, sigterm_raises\n"
+    "with sigterm_raises(): run_training(RunConfig.model_validate_json(open(sys.argv[1]).read()), Console())"
+)
+
+
 def test_a_signal_ends_the_run_cleanly_and_leaves_its_state(tiny_run, tmp_path):
     cfg = tiny_run("trainer.total_training_steps=500", "trainer.total_epochs=500")
     (tmp_path / "cfg.json").write_text(cfg.model_dump_json())
-    code = (
-        "import sys; from rich.console import Console; from tasks.config import RunConfig\n"
-        "from flows.train import run_training, sigterm_raises\n"
-        "with sigterm_raises(): run_training(RunConfig.model_validate_json(open(sys.argv[1]).read()), Console())"
-    )
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path / "cfg.json"], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", TRAIN, tmp_path / "cfg.json"], stdout=subprocess.PIPE, text=True, env=environment
     )
     for line in process.stdout:
         if line.startswith("step   2"):
@@ -251,7 +281,7 @@ def test_a_signal_ends_the_run_cleanly_and_leaves_its_state(tiny_run, tmp_path):
             break
     process.communicate(timeout=60)
     the_run = open_run(tmp_path / "run")
-    assert process.returncode != 0
+    assert process.returncode == 128 + signal.SIGTERM
     assert the_run.state == "killed"
     assert not list(the_run.root.rglob("*.aside"))
     assert all((folder / "manifest.json").exists() for folder in the_run.root.glob("steps/*/*/0*"))
@@ -384,6 +414,29 @@ def test_an_outage_of_the_judge_stops_the_step_and_the_generations_are_scored_la
     judge.shutdown()
 
 
+def test_a_reward_function_that_forgets_to_return_stops_the_run(tiny_run, tmp_path):
+    cfg = tiny_run()
+    (tmp_path / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): pass")
+    with pytest.raises(RewardError, match="none of the 32 samples got a score"):
+        run(cfg)
+
+
+def test_a_mistake_that_is_found_before_the_first_step_leaves_no_run(tiny_run):
+    cfg = tiny_run("custom_reward_function.name=nope")
+    with pytest.raises(RewardError, match="nope"):
+        run(cfg)
+    assert not Path(cfg.trainer.default_local_dir).exists()
+
+
+def test_a_change_that_does_not_concern_a_stage_leaves_its_artifact(tiny_run, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("flows.step.advantage", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tiny_run())
+    the_run, _ = run(tiny_run("actor_rollout_ref.rollout.val_kwargs.n=2", "data.val_files=null"))
+    assert [len(the_run.step(1).attempts(stage)) for stage in TRAINING_STAGES] == [1] * 7
+
+
 def test_a_sample_without_a_verdict_has_no_score_and_stays_out_of_the_loss(tiny_run, tmp_path):
     cfg = tiny_run("reward.max_error_share=0.5", "reward.retries=0", "trainer.total_training_steps=1")
     (tmp_path / "reward.py").write_text(
@@ -455,6 +508,16 @@ def test_validation_is_part_of_the_step_and_before_training_it_is_step_0(tiny_ru
     assert the_run.step(2).table("val_rollouts").num_rows == 4
     assert the_run.step(2).manifest("val_rollouts").policy_version == 2
     assert output.count("validation after step") == 2
+
+
+def test_validation_of_a_finished_run_adds_to_its_last_step_and_takes_nothing_away(tiny_run):
+    the_run, _ = run(tiny_run())
+    before = the_run.step(2).record
+    the_run, _ = run(tiny_run("trainer.val_only=true"))
+    after = the_run.step(2).record
+    assert before["artifacts"].items() <= after["artifacts"].items()
+    assert before["metrics"].items() <= after["metrics"].items()
+    assert "val_rewards" in after["artifacts"]
 
 
 def test_validation_alone_trains_nothing(tiny_run):

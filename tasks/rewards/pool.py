@@ -33,6 +33,8 @@ LOAD_LIMIT_S = 300.0
 """Time in which a worker must have imported a reward function."""
 LARGEST_CALL = 64
 """Rows of one message to a worker."""
+STOP_CHECK_S = 0.25
+"""How soon a call that waits notices that it is to stop."""
 FIRST_PAUSE_S, PAUSE_GROWTH, LONGEST_PAUSE_S = 0.25, 4.0, 30.0
 """Pause before a call that raised is tried again: 0.25, 1, 4, 16, 30, 30, … s."""
 
@@ -52,6 +54,7 @@ class RewardPool:
         self._functions = {function.name: function for function in self._configured}
         self._forms: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []
         self._fill()
@@ -81,6 +84,10 @@ class RewardPool:
                 self._require(function_of_source(source))
             self._await_loaded()
 
+    def stop(self) -> None:
+        """End the call of `score` that is running in another thread, if there is one: it raises RewardError."""
+        self._stopped.set()
+
     def score(self, rows: Sequence[RewardRow]) -> list[Verdict]:
         """Score rows; the verdicts are in their order.
 
@@ -91,6 +98,7 @@ class RewardPool:
         if not rows:
             return []
         with self._in_use():
+            self._stopped.clear()
             sources = {row.data_source for row in rows}
             of_source = {source: self._configured or (function_of_source(source),) for source in sources}
             functions_of_row = [of_source[row.data_source] for row in rows]
@@ -141,7 +149,9 @@ class RewardPool:
     def _attend(self, scoring: _Scoring | None, until: float = float("inf")) -> None:
         """Wait for replies, deadlines or the clock time `until`, and deal with all that is due."""
         wait = min([until, *(worker.deadline for worker in self._workers)]) - time.monotonic()
-        self._selector.select(None if wait == float("inf") else max(wait, 0.0))
+        self._selector.select(min(max(wait, 0.0), STOP_CHECK_S))
+        if self._stopped.is_set():
+            raise RewardError("scoring was stopped")
         # All are read before any deadline is judged: a late parent must not take an answered call for a slow one.
         for worker in list(self._workers):
             replies, ended = worker.receive()

@@ -84,11 +84,16 @@ def verdict_of(functions: Sequence[RewardFunction], outcomes: Mapping[str, Mappi
 def check_error_share(verdicts: Sequence[Verdict], cfg: RunConfig) -> None:
     """Refuse a batch of which too many samples have no verdict through error or time limit.
 
-    A batch without any other sample is refused whatever the limit.
+    A batch without a single score is refused whatever the limit and the reason: a step on it would teach nothing.
 
     Raises:
         RewardError: with the number of samples by message.
     """
+    if verdicts and all(verdict.score is None for verdict in verdicts) and not any(v.message for v in verdicts):
+        raise RewardError(
+            f"none of the {len(verdicts)} samples got a score: every reward function returned None for each of them. "
+            "Is there a `return` missing? The rollouts are kept: mend the function and run the same command again."
+        )
     failed = [verdict for verdict in verdicts if verdict.status in ("error", "timeout")]
     share = len(failed) / len(verdicts) if verdicts else 0.0
     if not failed or (share <= cfg.reward.max_error_share and share < 1.0):
