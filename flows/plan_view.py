@@ -100,8 +100,11 @@ def _count_rows(path: Path) -> int | None:
             return int(pq.read_metadata(path).num_rows)
         except (pa.ArrowException, OSError) as error:
             raise LayerError(f"{path}: is not a Parquet file: {error}") from None
-    if path.suffix == ".jsonl":
+    if path.suffix in (".jsonl", ".ndjson", ".json"):
         with path.open("rb") as lines:
+            if lines.read(1) == b"[":  # one list of rows; tasks/data.py counts it when it reads it
+                return None
+            lines.seek(0)
             return sum(1 for line in lines if line.strip())
     return None
 

@@ -292,15 +292,18 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
 
 def _read_json(file: Path) -> Iterator[dict[str, Any]]:
     """Lines of JSON objects, or one list of them."""
-    with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-        first = lines.read(1)
-        lines.seek(0)
-        if first == "[":
-            yield from _objects(((1, value) for value in _parse_json(lines.read(), file, 1)), file)
-        else:
-            yield from _objects(
-                ((n, _parse_json(line, file, n)) for n, line in enumerate(lines, 1) if line.strip()), file
-            )
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            first = lines.read(1)
+            lines.seek(0)
+            if first == "[":
+                yield from _objects(((1, value) for value in _parse_json(lines.read(), file, 1)), file)
+            else:
+                yield from _objects(
+                    ((n, _parse_json(line, file, n)) for n, line in enumerate(lines, 1) if line.strip()), file
+                )
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8: {error}") from error
 
 
 def _objects(values: Iterator[tuple[int, Any]], file: Path) -> Iterator[dict[str, Any]]:
@@ -313,7 +316,7 @@ def _objects(values: Iterator[tuple[int, Any]], file: Path) -> Iterator[dict[str
 def _parse_json(text: str, file: Path, line: int) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} line {line} is no JSON: {error}") from error
 
 
@@ -322,14 +325,18 @@ def _parse_json(text: str, file: Path, line: int) -> Any:
 
 def _parse(where: str, row: Mapping[str, Any], data: DataConfig) -> _Row:
     """Read one row: its prompt, reference answer, data source, and all its other columns as `extra_info`."""
-    if row.get(data.prompt_key) is None:
+    if data.prompt_key in row and row[data.prompt_key] is None:
+        raise DataError(f"{where} has no prompt: its column {data.prompt_key!r} (data.prompt_key) is null.")
+    if data.prompt_key not in row:
         raise DataError(
             f"{where} has no column {data.prompt_key!r} (data.prompt_key); it has {', '.join(row)}. "
             "Set data.prompt_key to the column that holds the prompt."
         )
     taken = {data.prompt_key, data.reward_fn_key, "reward_model", "extra_info"}
     own_extra = row.get("extra_info")
-    reward_model = {k: v for k, v in (row.get("reward_model") or {}).items() if k != "ground_truth"}
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, Mapping):
+        reward_model = {k: v for k, v in reward_model.items() if k != "ground_truth"}
     extra = {
         **{name: value for name, value in row.items() if name not in taken},
         **({"reward_model": reward_model} if reward_model else {}),
@@ -350,8 +357,21 @@ def _prompt(where: str, value: Any, data: DataConfig) -> Any:
     if isinstance(value, str):
         return [{"role": "user", "content": value}] if data.text_as_user_message else value
     if isinstance(value, list) and value and all(isinstance(m, Mapping) and "role" in m for m in value):
-        return [jsonable({k: v for k, v in message.items() if v is not None}, None)[0] for message in value]
+        return [_message(where, message) for message in value]
     raise DataError(f"{where}: column {data.prompt_key!r} must hold a text or a list of messages, not {value!r:.80}")
+
+
+def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """One message; a content of several text parts becomes one text, because templates print what they do not know."""
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+            raise DataError(f"{where}: a message holds other parts than texts, such as images; only texts can be used")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if content is None and not message.get("tool_calls"):
+        raise DataError(f"{where}: a message of role {message['role']!r} has no content")
+    kept = {name: value for name, value in message.items() if value is not None and name != "content"}
+    return jsonable({**kept, **({} if content is None else {"content": content})}, None)[0]
 
 
 def _ground_truth(where: str, row: Mapping[str, Any], data: DataConfig) -> Any:

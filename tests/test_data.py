@@ -322,3 +322,22 @@ def test_sample_seeds_depend_on_each_part_and_on_nothing_else():
     assert len(seeds) == 32
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sample_seed(0, 1, 2, 3, 4) == 4_122_625_895_020_460_734
+
+
+def test_a_null_prompt_a_message_without_content_and_an_image_are_refused_and_text_parts_are_joined(
+    tmp_path, tokenizer
+):
+    def prepared(prompt):
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps({"prompt": prompt, "answer": "1"}))
+        return prepare_prompts(config(str(path)), "train", tokenizer)
+
+    with pytest.raises(DataError, match="is null"):
+        prepared(None)
+    with pytest.raises(DataError, match="has no content"):
+        prepared([{"role": "user"}])
+    with pytest.raises(DataError, match="images"):
+        prepared([{"role": "user", "content": [{"type": "image", "url": "x"}]}])
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    joined, plain = prepared([{"role": "user", "content": parts}]), prepared([{"role": "user", "content": "one two"}])
+    assert joined.table["prompt_ids"].equals(plain.table["prompt_ids"])

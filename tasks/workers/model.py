@@ -148,15 +148,21 @@ def _load_weights(model: ModelConfig, device: torch.device) -> torch.nn.Module:
         if not hasattr(config, name):
             raise ValueError(f"{key}.override_config.{name}: a {config.model_type} configuration has no such value")
         setattr(config, name, value)
-    with _without_progress_bar():
-        module, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=DTYPES[model.dtype],
-            attn_implementation=model.attn_implementation or _default_attention(config, device),
-            trust_remote_code=model.trust_remote_code,
-            output_loading_info=True,
-        )
+    try:
+        with _without_progress_bar():
+            module, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=DTYPES[model.dtype],
+                attn_implementation=model.attn_implementation or _default_attention(config, device),
+                trust_remote_code=model.trust_remote_code,
+                output_loading_info=True,
+            )
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"the model at {key}.path={model.path} cannot be loaded with {key}.attn_implementation="
+            f"{model.attn_implementation} and {key}.override_config={model.override_config}: {error}"
+        ) from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{key}.path={model.path} holds no weights for {', '.join(missing[:5])} ({len(missing)} in all)"
