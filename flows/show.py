@@ -83,8 +83,9 @@ def status(path: Path, as_json: bool, console: Console) -> None:
         done = ", ".join(summary["open_step"]["committed"]) or "nothing yet"
         console.print(f"step {open_step} is open; committed: {done}")
     for event in summary["events"]:
-        rest = {name: value for name, value in event.items() if name not in ("event", "at")}
-        console.print(Text(f"{event['at'][:19]} {event['event']} {json.dumps(rest)}", style="dim"))
+        rest = {name: value for name, value in event.items() if name not in ("event", "at") and value is not None}
+        told = ", ".join(f"{name} {value[:12] if name.endswith('digest') else value}" for name, value in rest.items())
+        console.print(Text(f"{event['at'][:19]} {event['event']}: {told}", style="dim"), soft_wrap=True)
 
 
 def show(
