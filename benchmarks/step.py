@@ -86,7 +86,7 @@ def main() -> None:
     with ExitStack() as stack:
         root = stack.enter_context(tempfile.TemporaryDirectory())
         cfg = load_config([recipe_file("quickstart")], [f"storage.root={root}", "trainer.save_freq=-1", *sys.argv[1:]])
-        progress = Progress(console)
+        progress = Progress(console, STEPS)
         api = stack.enter_context(prefect_api(cfg.orchestration, Path(root), progress.say))
         cfg = prepare([recipe_file("quickstart")], cfg, progress.say, api)
         data = load_data(cfg)

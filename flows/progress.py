@@ -62,7 +62,7 @@ class Progress:
 
     def _left(self, step: int) -> str:
         recent = self._started[-11:]
-        if len(recent) < 2:
+        if len(recent) < 2 or step > self.total_steps:
             return ""
         left = (self.total_steps - step) * (recent[-1] - recent[0]) / (len(recent) - 1)
         return f" | {int(left) // 3600}:{int(left) // 60 % 60:02d}:{int(left) % 60:02d} left"

@@ -226,9 +226,9 @@ def test_nothing_is_committed_where_nothing_was_made(tmp_path: Path) -> None:
 def test_a_warm_start_is_a_flow_run_of_three_tasks_in_prefect(tmp_path: Path) -> None:
     with prefect_api(OrchestrationConfig(), tmp_path) as api:
         made = ensure_warm_start(tmp_path, SMALL, 0, api=api)
-        from prefect.client.orchestration import get_client
+        from prefect.client.orchestration import SyncPrefectClient
 
-        with get_client(sync_client=True) as client:
+        with SyncPrefectClient(api.url) as client:  # not get_client: an earlier test's server may be in its settings
             deadline = time.monotonic() + 30
             while len(tasks := client.read_task_runs()) < 3 and time.monotonic() < deadline:
                 time.sleep(0.2)
