@@ -77,7 +77,9 @@ def show(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     step: Annotated[int | None, typer.Option(help="Which step; the newest by default.")] = None,
     stage: Annotated[str | None, typer.Option(help="An artifact, such as rewards.")] = None,
-    sample: Annotated[str | None, typer.Option(help="A sample's id: this sample through all stages.")] = None,
+    sample: Annotated[
+        str | None, typer.Option(help="A sample's id: this sample through all stages of its step.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Rows of an artifact to show.")] = 20,
     as_json: Json = False,
 ) -> None:
@@ -100,7 +102,7 @@ def deliver(
     if result.problem is not None:
         typer.echo(f"error: {result.uri}: {result.problem}; {len(result.waiting)} steps are still waiting", err=True)
         raise typer.Exit(1)
-    typer.echo(f"{result.sent} steps are in {result.uri or 'no store: this run is not tracked'}")
+    typer.echo(f"{result.sent} steps are in {result.uri}" if result.uri else f"{run} is not tracked in MLflow")
 
 
 @app.command()

@@ -308,7 +308,8 @@ def _in_words(info: FieldInfo) -> str:
 
 def _bound(bound: Any) -> list[str]:
     words = {Ge: ("of at least", "ge"), Gt: ("above", "gt"), Le: ("at most", "le"), Lt: ("below", "lt")}
-    return [f"{text} {getattr(bound, name):g}" for kind, (text, name) in words.items() if isinstance(bound, kind)]
+    limits = [(text, getattr(bound, name)) for kind, (text, name) in words.items() if isinstance(bound, kind)]
+    return [f"{text} {limit:,}" if isinstance(limit, int) else f"{text} {limit:g}" for text, limit in limits]
 
 
 def _metadata(info: FieldInfo) -> list[Any]:

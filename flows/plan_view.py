@@ -234,7 +234,7 @@ def _number_rows(answer: Plan) -> list[tuple[str, object, str, str]]:
         (
             "mini-batches",
             len(answer.prompts_of_mini_batches),
-            "per epoch",
+            "per PPO epoch",
             f"sequences per rank: {_listed(answer.mini_batches)}",
         ),
         *_micro_rows(answer),

@@ -35,7 +35,8 @@ def recover(run: RunWriter, cfg: RunConfig, worker: PolicyWorker, say: Callable[
         replay(run, cfg, worker, index)
     if last:
         origin = f"checkpoint {first}" if first else "the initial weights"
-        repeated = f", updates {first + 1} to {last} made again from their stored batches" if last > first else ""
+        which = f"updates {first + 1} to {last}" if last > first + 1 else f"update {last}"
+        repeated = f", {which} made again from the stored batches" if last > first else ""
         say(f"found {last} finished steps: {origin}{repeated}")
     return last
 

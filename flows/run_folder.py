@@ -132,19 +132,31 @@ def allowed_changes(folder: Path, cfg: RunConfig) -> dict[str, list[Any]]:
     return {key: [old, new] for key, old, new in changed}
 
 
-def keep_inputs(run: RunWriter, prompts: PreparedPrompts, first_weights: str) -> None:
+def keep_inputs(
+    run: RunWriter, prompts: PreparedPrompts, first_weights: str, reward_functions: str, say: Callable[[str], None]
+) -> None:
     """Write down what the run was begun with, or compare it with what the run is gone on with.
 
     Args:
         run: the run.
         prompts: the training prompts.
         first_weights: digest of the weights at `actor_rollout_ref.model.path`.
+        reward_functions: digest of their source, which may change; it is said and written down.
+        say: told what changed.
 
     Raises:
         StorageError: files or weights behind the same paths are other ones.
     """
     now = {"data.train_files": prompts.digest, "actor_rollout_ref.model.path": first_weights}
     path = run.root / "inputs.json"
+    functions = [event["digest"] for event in run.events() if event["event"] == "reward_functions"]
+    if functions and functions[-1] != reward_functions:
+        last = max(run.finished_steps(), default=0)
+        say(
+            f"the source of the reward functions is another one since step {last}: later scores may mean something else"
+        )
+    if functions[-1:] != [reward_functions]:
+        run.append("reward_functions", digest=reward_functions)
     if path.exists():
         before = json.loads(path.read_text())["digests"]
         changed = [f"- {key}: {before[key][:12]} then, {now[key][:12]} now" for key in now if before[key] != now[key]]

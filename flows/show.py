@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from storage import Run, StorageError, open_run
 from storage.checkpoints import checkpoints
 from storage.ledger import STAGES, StepView, list_runs
 
+_STEP_OF_SAMPLE = re.compile(r"^(?:val-)?(\d{6})-\d{4}-\d{3}$")
 _HEADLINE = ("critic/score/mean", "response_length/mean", "actor/kl_loss", "timing_s/step")
 
 
@@ -83,7 +85,7 @@ def status(path: Path, as_json: bool, console: Console) -> None:
         done = ", ".join(summary["open_step"]["committed"]) or "nothing yet"
         console.print(f"step {open_step} is open; committed: {done}")
     for event in summary["events"]:
-        rest = {name: value for name, value in event.items() if name not in ("event", "at") and value is not None}
+        rest = {name: value for name, value in event.items() if name not in ("event", "at") and value not in (None, [])}
         told = ", ".join(f"{name} {value[:12] if name.endswith('digest') else value}" for name, value in rest.items())
         console.print(Text(f"{event['at'][:19]} {event['event']}: {told}", style="dim"), soft_wrap=True)
 
@@ -100,7 +102,8 @@ def show(
     steps = run.steps()
     if not steps:
         raise StorageError(f"{path} has no steps yet")
-    index = steps[-1] if step is None else step
+    named = _STEP_OF_SAMPLE.match(sample or "")
+    index = step if step is not None else int(named.group(1)) if named else steps[-1]
     if index not in steps:
         raise StorageError(f"{path} has no step {index}; it has steps {steps[0]} to {steps[-1]}")
     view = run.step(index)

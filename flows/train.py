@@ -96,7 +96,7 @@ def run_training(cfg: RunConfig, console: Console, api: PrefectAPI | None = None
         workers = stack.enter_context(open_workers(cfg, plan, data))
         run = stack.enter_context(open_run_for_training(cfg, progress.say))
         tracker = stack.enter_context(Tracker(run, cfg, progress.say))
-        keep_inputs(run, data.train, workers.policy.weights_digest())
+        keep_inputs(run, data.train, workers.policy.weights_digest(), workers.rewards.code_digest, progress.say)
         stack.enter_context(state_is_kept(run, tracker))
         runner = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
         describe(run, cfg, plan, data, tracker)

@@ -160,7 +160,7 @@ def test_unknown_keys_of_files_name_their_file(tmp_path: Path) -> None:
         ("trainer.nnodes=1.5", "expected an integer of at least 1, got 1.5."),
         ("trainer.nnodes=true", "expected an integer of at least 1, got true."),
         ("trainer.nnodes=null", "expected an integer of at least 1, got null."),
-        ("data.gen_batch_size=0", "expected an integer of at least 1 or null, got 0."),
+        ("data.val_batch_size=0", "expected an integer of at least 1 or null, got 0."),
         ("data.shuffle=maybe", "expected true or false, got 'maybe'."),
         (f"{ROLLOUT}.gpu_memory_utilization=2", "expected a number above 0 and at most 1, got 2."),
         (f"{ACTOR}.optim.lr=nan", "expected a number of at least 0, got nan."),

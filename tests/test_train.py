@@ -585,3 +585,13 @@ def test_a_longer_run_is_refused_where_it_would_change_the_learning_rates_of_its
     run(tiny_run(*cosine))
     with pytest.raises(StorageError, match=r"trainer\.total_training_steps: the run has 2, asked for is 4"):
         run(tiny_run(*cosine, "trainer.total_training_steps=4"))
+
+
+def test_another_reward_function_on_the_way_is_allowed_and_said(tiny_run, tmp_path):
+    run(tiny_run("trainer.total_epochs=9"))
+    cfg = tiny_run("trainer.total_training_steps=3", "trainer.total_epochs=9")
+    reward = tmp_path / "reward.py"
+    reward.write_text(reward.read_text() + "# another version\n")
+    the_run, output = run(cfg)
+    assert "the source of the reward functions is another one since step 2" in output
+    assert [event["event"] for event in the_run.events()].count("reward_functions") == 2
