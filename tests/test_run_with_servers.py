@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 import urllib.request
 from pathlib import Path
 
@@ -33,8 +34,14 @@ def test_prefect_shows_run_steps_and_stages_and_mlflow_has_every_metric_once(tin
         outcome = run_training(cfg, Console(file=io.StringIO()), api)
         the_run = open_run(outcome.folder)
         tagged = {"flow_runs": {"tags": {"all_": [f"run:{the_run.run_id}"]}}}
-        flow_runs = ask(api.url, "/flow_runs/filter", tagged)
-        task_runs = ask(api.url, "/task_runs/filter", {"flow_runs": {"name": {"any_": ["step-000001"]}}})
+        of_step_1 = {"flow_runs": {"name": {"any_": ["step-000001"]}}}
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:  # the server writes task runs down a moment after they are told
+            flow_runs = ask(api.url, "/flow_runs/filter", tagged)
+            task_runs = ask(api.url, "/task_runs/filter", of_step_1)
+            if len(task_runs) == 7 and all(run["state_type"] == "COMPLETED" for run in (*flow_runs, *task_runs)):
+                break
+            time.sleep(0.5)
         artifacts = ask(api.url, "/artifacts/filter", {})
     states = {run["name"]: run["state_type"] for run in flow_runs}
     names = [the_run.run_id, "validate-000000", "step-000001", "step-000002"]
