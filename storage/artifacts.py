@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from storage.durable import StorageError, all_or_nothing, sha256_file, sha256_json, sync_folder, write_json
+from storage.durable import StorageError, all_or_nothing, sha256_file, sha256_json, sync_file, sync_folder, write_json
 from storage.schema import FORMAT_VERSION, schema_of
 
 MANIFEST = "manifest.json"
@@ -114,11 +114,7 @@ def write_part(folder: Path, rank: int, table: pa.Table, compression: str = "non
         with pa.ipc.new_file(sink, table.schema, options=options) as writer:
             writer.write_table(table)
         sink.flush()
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_file(path)
     part = Part(name=name, rows=table.num_rows, bytes=path.stat().st_size, sha256=sha256_file(path))
     _trust(path, part.sha256)
     return part

@@ -209,8 +209,6 @@ class RunWriter(Run):
                 f"{name!r} cannot name a run: use letters, digits and . _ - + = @, and start with a letter or digit"
             )
         root.parent.mkdir(parents=True, exist_ok=True)
-        for left in root.parent.glob(f".{root.name}.*.aside"):
-            shutil.rmtree(left)
         aside = root.with_name(f".{root.name}.{uuid4().hex[:8]}.aside")
         identity = {
             "run_id": f"{name}-{uuid4().hex[:8]}",

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -290,6 +291,21 @@ def test_a_run_begins_in_an_empty_folder_and_not_in_one_that_holds_something(tmp
     with pytest.raises(FileExistsError):
         RunWriter.create(tmp_path / "run", "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_of_several_that_begin_the_same_run_at_once_one_does_and_nothing_of_the_others_stays(tmp_path):
+    def begin(_):
+        try:
+            return RunWriter.create(tmp_path / "run", "run", {"config.yaml": "a: 1"})
+        except FileExistsError:
+            return None
+
+    with ThreadPoolExecutor(8) as threads:
+        begun = [run for run in threads.map(begin, range(24)) if run]
+    assert len(begun) == 1
+    assert begun[0].identity["name"] == "run"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    begun[0].__exit__()
 
 
 @pytest.mark.parametrize("name", ["../up", "", "a/b", ".hidden", "a b"])
