@@ -29,7 +29,8 @@ from flows.step import Workers
 from flows.tracking import Tracker
 from flows.train import Loop, Outcome, load_data, open_workers
 from storage import Ragged
-from tasks.algorithms.advantages import ADVANTAGES, AdvantageInput
+from tasks.algorithms.advantages import AdvantageInput
+from tasks.algorithms.variants import ESTIMATORS
 from tasks.config import RunConfig
 from tasks.data import step_rows
 from tasks.engines.transformers_engine import TransformersEngine
@@ -63,7 +64,7 @@ def bare_step(index: int, cfg: RunConfig, workers: Workers) -> None:
         verdicts = scoring.result()
     score = np.asarray([np.nan if verdict.score is None else verdict.score for verdict in verdicts])
     mask = Ragged(np.ones(len(responses.response_ids.values), dtype=bool), responses.response_ids.offsets)
-    result = ADVANTAGES[cfg.algorithm.adv_estimator](AdvantageInput(score, group, mask), cfg.algorithm)
+    result = ESTIMATORS[cfg.algorithm.adv_estimator].load()(AdvantageInput(score, group, mask), cfg.algorithm)
     signals = Signals(result.advantages, mask, old, ref, None, group)
     mini_batches = plan_mini_batches(group, cfg.actor_rollout_ref.actor, index)
     policy.update(sequences, signals, mini_batches, actor_micro_batching(cfg), step=index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tasks.algorithms.variants import ESTIMATORS
 from tasks.config import RunConfig
 from tasks.geometry import Plan
 
@@ -20,8 +21,6 @@ def refuse_unbuilt(cfg: RunConfig, plan: Plan) -> None:
 
 
 def _reasons(cfg: RunConfig, plan: Plan) -> Iterator[str]:
-    from tasks.algorithms.advantages import ADVANTAGES, NEEDS
-
     policy = cfg.actor_rollout_ref
     if plan.world_size > 1:
         yield (
@@ -35,8 +34,8 @@ def _reasons(cfg: RunConfig, plan: Plan) -> Iterator[str]:
         yield f"actor_rollout_ref.rollout.name={policy.rollout.name}: the engine here is transformers."
     estimator = cfg.algorithm.adv_estimator
     unmade = {"greedy_score", "sum_pi_squared"}
-    if missing := unmade & {*NEEDS.get(estimator, ())}:
-        served = ", ".join(name for name in ADVANTAGES if not unmade & {*NEEDS.get(name, ())})
+    if missing := unmade & {*ESTIMATORS[estimator].needs}:
+        served = ", ".join(name for name, variant in ESTIMATORS.items() if not unmade & {*variant.needs})
         yield f"algorithm.adv_estimator={estimator} reads {missing.pop()}, which no stage makes. Use one of {served}."
     if cfg.algorithm.filter_groups.enable:
         yield "algorithm.filter_groups.enable=true: set it to false; groups without signal train with advantage 0."

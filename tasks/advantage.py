@@ -7,7 +7,8 @@ import pyarrow as pa
 
 from storage import Artifact, Ragged, read_table
 from storage.artifacts import read_manifest
-from tasks.algorithms.advantages import ADVANTAGES, AdvantageInput, Advantages, row_of_token
+from tasks.algorithms.advantages import AdvantageInput, Advantages, row_of_token
+from tasks.algorithms.variants import ESTIMATORS
 from tasks.config import RunConfig
 from tasks.stage import Step, aligned, spread
 
@@ -61,7 +62,7 @@ def advantage(
         token_rewards=token_rewards if step.cfg.algorithm.use_kl_in_reward else None,
         reward_parts=reward_parts(scored["parts"]),
     )
-    result = ADVANTAGES[step.cfg.algorithm.adv_estimator](inputs, step.cfg.algorithm)
+    result = ESTIMATORS[step.cfg.algorithm.adv_estimator].load()(inputs, step.cfg.algorithm)
     loss_mask = Ragged(mask.values & result.in_loss[row_of_token(mask)], mask.offsets)
     metrics = _metrics(score, group, token_rewards, result, loss_mask)
     if notes:

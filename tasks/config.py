@@ -7,40 +7,18 @@ What follows from them is the plan's business (tasks/geometry.py). Nothing here 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Estimator = Literal[
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "remax",
-    "gdpo",
-    "maxrl",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-]
-LossMode = Literal[
-    "vanilla",
-    "gspo",
-    "sapo",
-    "cispo",
-    "geo_mean",
-    "gpg",
-    "reinforce",
-    "dro",
-    "clip_cov",
-    "kl_cov",
-    "dppo_tv",
-    "dppo_kl",
-]
+from tasks.algorithms.variants import ESTIMATORS, LOSSES
+
+if TYPE_CHECKING:
+    Estimator = str
+    LossMode = str
+else:
+    Estimator = Literal[tuple(ESTIMATORS)]
+    LossMode = Literal[tuple(LOSSES)]
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
 ]
@@ -238,6 +216,21 @@ class PolicyLossConfig(Section):
     """sapo: temperature of the gate for positive advantages."""
     tau_neg: float = Field(1.05, gt=0)
     """sapo: temperature of the gate for the others; larger closes faster."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """cispo, sapo: the ratio of each token, or the geometric mean of its sequence's ratios."""
+    vespo_k_pos: float = Field(2.0, ge=0)
+    """vespo: power of the sequence ratio for positive advantages."""
+    vespo_lambda_pos: float = Field(3.0, ge=0)
+    """vespo: decay of the sequence ratio for positive advantages."""
+    vespo_k_neg: float = Field(3.0, ge=0)
+    """vespo: power of the sequence ratio for the others."""
+    vespo_lambda_neg: float = Field(2.0, ge=0)
+    """vespo: decay of the sequence ratio for the others."""
+    off_policy_mask_threshold: float | None = Field(None, ge=0)
+    """Any loss: drop sequences of negative advantage whose mean log ratio of sampler to policy is above this, in nats;
+    null: keep all."""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """Any loss: train on this share of the mini-batch's tokens, those of highest entropy; 1: on all."""
 
 
 class ActorConfig(Section):
@@ -282,6 +275,10 @@ class ActorConfig(Section):
     """Weight of that KL."""
     kl_loss_type: KLType = "low_var_kl"
     """Estimator of that KL."""
+    use_unbiased_kl: bool = False
+    """Multiply that KL by the ratio of new to old probability, which makes its gradient unbiased (DeepSeek-V3.2)."""
+    mask_truncated_responses: bool = False
+    """Leave responses that were cut by their length limit out of the loss; they stay in group statistics."""
     grad_clip: float = Field(1.0, gt=0)
     """Largest gradient norm of an optimizer step."""
     use_prefix_grouper: bool = True
@@ -432,6 +429,8 @@ class RolloutCorrectionConfig(Section):
     """Level of truncated importance sampling; null: off."""
     rollout_is_threshold: float | str = 2.0
     """Upper bound of a weight, or `low_high`: weights outside are 0."""
+    rollout_is_mode: Literal["truncate", "mask"] | None = None
+    """A weight outside its bounds is held at them, or set to 0; null: one bound truncates, two mask, as in verl."""
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean over the mini-batch."""
     rollout_rs: str | None = None
@@ -462,6 +461,12 @@ class AlgorithmConfig(Section):
     kl_penalty: KLType = "kl"
     """Estimator of that KL."""
     kl_ctrl: KLControlConfig = KLControlConfig()
+    use_leave_one_out_baseline: bool = False
+    """grpo: compare a sample with the mean, and scale it by the deviation, of its siblings alone (NeMo-RL)."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """grpo: weigh and add several rewards before they are normalised within the group, or after (TRL)."""
+    normalize_advantages: bool = False
+    """rloo: whiten advantages over the samples of the step (TRL)."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount over tokens."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -497,8 +502,10 @@ class OverlongBufferConfig(Section):
     enable: bool = False
     len: int = 0
     """Tokens before the limit in which the penalty grows."""
-    penalty_factor: float = 1.0
+    penalty_factor: float = Field(1.0, ge=0)
     """Penalty at the limit."""
+    capped: bool = True
+    """Never more than that; false: it grows on for responses beyond the limit, as verl's does."""
 
 
 class RewardModelConfig(Section):
@@ -532,11 +539,30 @@ class RewardConfig(Section):
     """Time limit of one sample; the process is killed at it."""
     retries: int = Field(2, ge=0)
     """How often a call that raised is tried again, with a growing pause."""
+    clip_low: float | None = None
+    """Lowest reward of a response; null: no bound."""
+    clip_high: float | None = None
+    """Highest reward of a response; null: no bound."""
+    scale: float = 1.0
+    """Factor of the clipped reward."""
+    stop_properly_coef: float | None = Field(None, le=1)
+    """Factor of the score of a response that was cut by its length limit; below 0: its reward instead; null: off."""
     max_error_share: float = Field(0.1, ge=0, le=1)
     """Largest share of samples without a verdict through error or time limit; above it the step stops."""
 
 
 # ------------------------------------------------------------------------------------------------------------ trainer
+
+
+class AlarmsConfig(Section):
+    """`trainer.alarms`: measurements that are said aloud and kept in the ledger when they pass a bound; null: never."""
+
+    rollout_probs_diff_mean: float | None = Field(0.02, gt=0)
+    """Largest mean difference between the engine's and the policy's probability of a sampled token."""
+    rollout_actor_probs_pearson_corr: float | None = Field(0.98, ge=-1, le=1)
+    """Lowest correlation of the two."""
+    first_update_ratio: float | None = Field(0.05, gt=0)
+    """Largest |log ratio| of new to old probability at a step's first optimizer step, where the policy has not moved."""
 
 
 class TrainerConfig(Section):
@@ -572,6 +598,7 @@ class TrainerConfig(Section):
     """auto: go on with the run in this folder; disable: start a new run beside it."""
     max_actor_ckpt_to_keep: int | None = Field(None, ge=1)
     """Checkpoints kept; null: all."""
+    alarms: AlarmsConfig = AlarmsConfig()
     balance_batch: bool = True
     """Even out tokens over data-parallel ranks. Mini-batches always consist of whole groups."""
 
@@ -624,6 +651,10 @@ class RunConfig(Section):
     def needs_ref(self) -> bool:
         """Whether a reference policy is needed: for KL in the loss or in the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    def estimator_needs(self, name: str) -> bool:
+        """Whether the advantage estimator reads a field of its input that not every step has."""
+        return name in ESTIMATORS[self.algorithm.adv_estimator].needs
 
     @property
     def prompt_length(self) -> int:

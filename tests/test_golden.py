@@ -9,7 +9,7 @@ import torch
 from golden import cases, check, check_metrics, ragged, square, values
 
 from storage.ragged import Ragged
-from tasks.algorithms.advantages import ADVANTAGES, AdvantageInput, whiten
+from tasks.algorithms.advantages import AdvantageInput, whiten
 from tasks.algorithms.aggregation import aggregate, count_totals, masked_sum, row_weights
 from tasks.algorithms.correction import (
     Band,
@@ -31,6 +31,7 @@ from tasks.algorithms.losses import (
     prepare_mini_batch,
     sequence_mean,
 )
+from tasks.algorithms.variants import ESTIMATORS
 from tasks.config import ActorConfig, AlgorithmConfig, KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
 from tasks.workers.forward import token_log_probs
 
@@ -67,7 +68,7 @@ def advantages_of(case, given):
         },
     )
     cfg = AlgorithmConfig(**{key: params[key] for key in known if key in params})
-    return ADVANTAGES[name](inputs, cfg, **{key: params[key] for key in options if key in params})
+    return ESTIMATORS[name].load()(inputs, cfg, **{key: params[key] for key in options if key in params})
 
 
 @cases("advantage")
@@ -94,7 +95,7 @@ def outcome_advantage(score, group, estimator, **options):
     """[N] advantage of samples of one token each."""
     mask = Ragged.from_lengths(np.ones(len(score), dtype=bool), np.ones(len(score), dtype=np.int64))
     cfg = AlgorithmConfig(**{key: options.pop(key) for key in list(options) if key != "epsilon"})
-    return ADVANTAGES[estimator](AdvantageInput(score, group, mask), cfg, **options).advantages.values
+    return ESTIMATORS[estimator].load()(AdvantageInput(score, group, mask), cfg, **options).advantages.values
 
 
 def weighted_rewards(params, given):
@@ -135,7 +136,7 @@ def test_rloo_with_kl_in_reward_equals_trls(case):
     old, ref = ragged(given["old_per_token_logps"]), ragged(given["ref_per_token_logps"])
     rewards, _ = kl_in_reward(score, old, ref, mask, "k1", case["params"]["beta"])
     inputs = AdvantageInput(score, np.arange(len(score)) // 4, mask, token_rewards=rewards)
-    result = ADVANTAGES["rloo"](inputs, AlgorithmConfig())
+    result = ESTIMATORS["rloo"].load()(inputs, AlgorithmConfig())
     filled = [row for row in range(len(score)) if mask[row].any()]
     got = [result.advantages[row][mask[row]].mean() for row in filled]
     tolerance = {"rtol": 1e-5, "atol": 1e-6}  # token rewards are stored in float32

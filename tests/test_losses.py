@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from tasks.algorithms.aggregation import aggregate, count_totals, row_weights
 from tasks.algorithms.losses import (
-    POLICY_LOSSES,
-    SELECTIONS,
     LossBatch,
     aggregation_mode,
     loss_mode,
@@ -21,7 +19,8 @@ from tasks.algorithms.losses import (
     prepare_mini_batch,
     why_skipped,
 )
-from tasks.config import ActorConfig, LossAggregation, LossMode, PolicyLossConfig, RolloutCorrectionConfig
+from tasks.algorithms.variants import LOSSES
+from tasks.config import ActorConfig, LossAggregation, PolicyLossConfig, RolloutCorrectionConfig
 
 OFF = RolloutCorrectionConfig()
 SEEDS = st.integers(0, 2**32 - 1)
@@ -37,7 +36,7 @@ def one_token(ratio, advantage, mode="vanilla", **options):
     """(loss, metrics) of one token with the given ratio of new to old probability; the new one is 0.5."""
     new = torch.tensor([[0.5]], dtype=torch.float64).log()
     batch = LossBatch(new, new - np.log(ratio), torch.full_like(new, advantage), torch.ones_like(new, dtype=torch.bool))
-    loss, metrics = POLICY_LOSSES[mode](batch, actor_with(mode, **options))
+    loss, metrics = LOSSES[mode].load()(batch, actor_with(mode, **options))
     return loss.item(), {name: value.item() for name, value in metrics.items()}
 
 
@@ -109,7 +108,7 @@ def test_cispo_weighs_the_log_prob_by_the_clipped_ratio():
 def test_sapo_is_the_plain_policy_gradient_at_ratio_one():
     batch, _ = random_batch(0, spread=0.0)
     leaf = batch.log_probs.clone().requires_grad_()
-    loss, _ = POLICY_LOSSES["sapo"](replace(batch, log_probs=leaf), actor_with("sapo"))
+    loss, _ = LOSSES["sapo"].load()(replace(batch, log_probs=leaf), actor_with("sapo"))
     (gradient,) = torch.autograd.grad(loss[batch.mask].sum(), leaf)
     torch.testing.assert_close(gradient[batch.mask], -batch.advantages[batch.mask])
 
@@ -121,7 +120,7 @@ def test_dro_adds_half_beta_times_the_squared_log_ratio():
 def test_dro_without_beta_is_refused_with_its_key():
     batch, _ = random_batch(0)
     with pytest.raises(ValueError, match="dro_beta"):
-        POLICY_LOSSES["dro"](batch, ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dro")))
+        LOSSES["dro"].load()(batch, ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dro")))
 
 
 def test_dppo_drops_a_token_whose_probability_rose_too_far():
@@ -134,7 +133,7 @@ def test_gspo_gives_every_token_the_ratio_of_its_sequence():
     new = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
     old = new - torch.tensor([[0.3, -0.1]], dtype=torch.float64)
     batch = LossBatch(new, old, torch.ones_like(new), torch.ones_like(new, dtype=torch.bool))
-    loss, _ = POLICY_LOSSES["gspo"](batch, actor_with("gspo"))
+    loss, _ = LOSSES["gspo"].load()(batch, actor_with("gspo"))
     torch.testing.assert_close(loss, torch.full_like(loss, -float(np.exp(0.1))))
 
 
@@ -142,7 +141,7 @@ def test_geo_mean_counts_the_mean_log_ratio_of_the_sequence():
     new = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
     old = new - torch.tensor([[0.3, -0.1]], dtype=torch.float64)
     batch = LossBatch(new, old, torch.full_like(new, 2.0), torch.ones_like(new, dtype=torch.bool))
-    loss, _ = POLICY_LOSSES["geo_mean"](batch, actor_with("geo_mean", clip_ratio=0.2))
+    loss, _ = LOSSES["geo_mean"].load()(batch, actor_with("geo_mean", clip_ratio=0.2))
     torch.testing.assert_close(loss, torch.full_like(loss, -2 * float(np.exp((0.2 - 0.1) / 2))))
 
 
@@ -185,7 +184,7 @@ CORRECTIONS = {
 
 
 # Bypass mode chooses the loss itself.
-PAIRS = [(m, c) for m in POLICY_LOSSES for c in CORRECTIONS if m == "vanilla" or not CORRECTIONS[c].bypass_mode]
+PAIRS = [(m, c) for m in LOSSES for c in CORRECTIONS if m == "vanilla" or not CORRECTIONS[c].bypass_mode]
 
 
 @pytest.mark.parametrize(("mode", "correction"), PAIRS)
@@ -224,7 +223,7 @@ def test_b37_eight_rows_of_very_different_length_give_one_loss_for_every_micro_b
         torch.testing.assert_close(parts[1], whole[1], rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("mode", POLICY_LOSSES)
+@pytest.mark.parametrize("mode", LOSSES)
 @settings(max_examples=20, deadline=None)
 @given(seed=SEEDS, dtype=st.sampled_from([torch.float32, torch.bfloat16]), scale=st.sampled_from([1.0, 30.0, 1e4]))
 def test_loss_and_gradient_are_finite_for_log_probs_however_far_apart(mode, seed, dtype, scale):
@@ -260,7 +259,7 @@ def test_gradients_equal_finite_differences(mode, seed):
     assert torch.autograd.gradcheck(total, batch.log_probs.clone().requires_grad_(), eps=1e-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", sorted(set(POLICY_LOSSES) - set(NO_STOPPED_GRADIENT)))
+@pytest.mark.parametrize("mode", sorted(set(LOSSES) - set(NO_STOPPED_GRADIENT)))
 def test_where_the_weight_is_held_the_gradient_is_the_weight_times_the_advantage(mode):
     batch, _ = random_batch(5, spread=0.1)
     actor = actor_with(mode, clip_ratio=0.9, clip_ratio_c=20.0)
@@ -275,7 +274,7 @@ def test_where_the_weight_is_held_the_gradient_is_the_weight_times_the_advantage
     torch.testing.assert_close(gradient[batch.mask], want[batch.mask])
 
 
-@pytest.mark.parametrize("mode", POLICY_LOSSES)
+@pytest.mark.parametrize("mode", LOSSES)
 def test_at_ratio_one_every_loss_has_the_plain_policy_gradient(mode):
     batch, _ = random_batch(7, spread=0.0)
     advantages = batch.advantages[:, :1].expand_as(batch.advantages)
@@ -288,7 +287,7 @@ def test_at_ratio_one_every_loss_has_the_plain_policy_gradient(mode):
 
 
 def test_padding_outside_the_mask_changes_nothing():
-    for mode in POLICY_LOSSES:
+    for mode in LOSSES:
         batch, _ = random_batch(11)
         actor = actor_with(mode, kl_cov_ratio=0.2)
         noise = torch.where(batch.mask, 0.0, torch.randn(batch.mask.shape, dtype=torch.float64))
@@ -306,22 +305,6 @@ def test_padding_outside_the_mask_changes_nothing():
 
 
 # ------------------------------------------------------------------------------------------------------- which and when
-
-
-def test_the_configuration_knows_exactly_the_registered_losses():
-    assert set(get_args(LossMode)) == set(POLICY_LOSSES)
-    assert set(SELECTIONS) <= set(POLICY_LOSSES)
-
-
-def test_a_made_up_loss_needs_one_function_and_its_name(monkeypatch):
-    monkeypatch.setitem(POLICY_LOSSES, "made_up", lambda batch, actor: (-batch.advantages * batch.log_probs, {}))
-    actor = ActorConfig.model_construct(
-        **{**dict(ActorConfig()), "policy_loss": PolicyLossConfig.model_construct(loss_mode="made_up")}
-    )
-    batch, _ = random_batch(0)
-    rows = np.arange(len(batch.mask))
-    made_up = loss_and_gradient(batch, rows, actor, OFF, [rows])
-    assert made_up[0] == loss_and_gradient(batch, rows, actor_with("gpg"), OFF, [rows])[0]
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones():

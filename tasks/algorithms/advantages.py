@@ -8,12 +8,13 @@ nobody to be compared with; the planner refuses it for relative estimators, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from storage.ragged import Ragged
+from tasks.algorithms.variants import estimator
 from tasks.config import AlgorithmConfig
 
 EQUAL_WITHIN = 4 * float(np.finfo(np.float32).eps)
@@ -83,9 +84,6 @@ class Advantages:
     group_std: np.ndarray
     in_loss: np.ndarray
     no_signal: list[str | None]
-
-
-Estimator = Callable[[AdvantageInput, AlgorithmConfig], Advantages]
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +157,7 @@ def _within_rounding(value: np.ndarray, known: np.ndarray, number: np.ndarray) -
 # -------------------------------------------------------------------------------------------------- one per estimator
 
 
+@estimator("grpo", "grpo_vectorized", reads=("norm_adv_by_std_in_grpo", "norm_adv_std_over"))
 def grpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6) -> Advantages:
     """Centre each outcome on its group's mean and divide by a standard deviation (GRPO, arXiv 2402.03300, section
     4.1.2): (r - mean) / (std + epsilon).
@@ -175,6 +174,7 @@ def grpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6)
     return _same_for_every_token(inputs, groups, advantage)
 
 
+@estimator("grpo_passk", reads=("norm_adv_by_std_in_grpo",))
 def grpo_passk(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6) -> Advantages:
     """Only a group's best response learns, by its lead over the second best (Pass@k training, arXiv 2503.19595).
 
@@ -199,6 +199,7 @@ def grpo_passk(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float =
     return _same_for_every_token(inputs, groups, advantage)
 
 
+@estimator("rloo")
 def rloo(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     """Compare each outcome with the mean of the group's others (RLOO, arXiv 2402.14740): (r - mean) * n / (n - 1)."""
     groups = group_statistics(inputs.outcome, inputs.group)
@@ -207,6 +208,7 @@ def rloo(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     return _same_for_every_token(inputs, groups, groups.centred * factor)
 
 
+@estimator("rloo_vectorized")
 def rloo_vectorized(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     """As rloo, but the only member of a group gets 0 instead of its outcome."""
     groups = group_statistics(inputs.outcome, inputs.group)
@@ -214,6 +216,7 @@ def rloo_vectorized(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     return _same_for_every_token(inputs, groups, groups.centred * factor)
 
 
+@estimator("opo")
 def opo(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     """Centre on the group's mean weighted by response length, sum(l * r) / sum(l) (OPO, arXiv 2505.23585)."""
     outcome = inputs.outcome
@@ -228,6 +231,7 @@ def opo(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     return _same_for_every_token(inputs, groups, advantage)
 
 
+@estimator("gpg")
 def gpg(inputs: AdvantageInput, cfg: AlgorithmConfig, *, f_norm: float = 1.0) -> Advantages:
     """Centre on the group's mean and scale by all samples / those with an outcome other than 0 (GPG, arXiv
     2504.02546)."""
@@ -238,6 +242,7 @@ def gpg(inputs: AdvantageInput, cfg: AlgorithmConfig, *, f_norm: float = 1.0) ->
     return _same_for_every_token(inputs, groups, alpha * groups.centred / f_norm)
 
 
+@estimator("maxrl")
 def maxrl(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6) -> Advantages:
     """Centre on the group's mean and divide by that mean, so that rare success weighs more (MaxRL, arXiv
     2602.02710): (r - mean) / (mean + epsilon).
@@ -250,6 +255,7 @@ def maxrl(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6
     return _same_for_every_token(inputs, groups, groups.centred / divisor)
 
 
+@estimator("reinforce_plus_plus", relative=False, reads=("gamma",))
 def reinforce_plus_plus(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     """Whiten the discounted returns over all sampled tokens of the step (REINFORCE++, arXiv 2501.03262).
 
@@ -262,6 +268,7 @@ def reinforce_plus_plus(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advanta
     return _result(inputs, groups, _whitened(returns, usable, inputs.mask), returns)
 
 
+@estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     """Centre on the group's mean, then whiten over all sampled tokens of the step (arXiv 2501.03262).
 
@@ -273,6 +280,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInput, cfg: AlgorithmConfig) -
     return _result(inputs, groups, advantages, advantages)
 
 
+@estimator("remax", relative=False, needs=("greedy_score",))
 def remax(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     """Subtract the score of the greedy response to the same prompt (ReMax, arXiv 2310.10505).
 
@@ -287,6 +295,7 @@ def remax(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     return _result(inputs, groups, advantages, returns)
 
 
+@estimator("gdpo", needs=("reward_parts",), reads=("gdpo_reward_keys", "gdpo_reward_weights"))
 def gdpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6) -> Advantages:
     """Normalise each reward function within the group, add them up, whiten over the step (GDPO, arXiv 2601.05242).
 
@@ -312,6 +321,7 @@ def gdpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6)
     return _result(inputs, groups, advantages, advantages)
 
 
+@estimator("optimal_token_baseline", needs=("old_log_probs", "sum_pi_squared"))
 def optimal_token_baseline(
     inputs: AdvantageInput, cfg: AlgorithmConfig, *, handle_zero_tail: bool = True
 ) -> Advantages:
@@ -321,6 +331,7 @@ def optimal_token_baseline(
     return _token_baseline(inputs, position_in_row(inputs.mask), everyone, handle_zero_tail)
 
 
+@estimator("tir_optimal_token_baseline", needs=("old_log_probs", "sum_pi_squared"))
 def tir_optimal_token_baseline(
     inputs: AdvantageInput, cfg: AlgorithmConfig, *, handle_zero_tail: bool = True
 ) -> Advantages:
@@ -375,36 +386,6 @@ def _compared_length(mask: Ragged, groups: Groups, judged: np.ndarray) -> np.nda
             if length[longest] > length[second]:
                 limit[longest] = length[second]
     return limit
-
-
-ADVANTAGES: dict[str, Estimator] = {
-    "grpo": grpo,
-    "grpo_vectorized": grpo,
-    "grpo_passk": grpo_passk,
-    "rloo": rloo,
-    "rloo_vectorized": rloo_vectorized,
-    "opo": opo,
-    "gpg": gpg,
-    "maxrl": maxrl,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "gdpo": gdpo,
-    "optimal_token_baseline": optimal_token_baseline,
-    "tir_optimal_token_baseline": tir_optimal_token_baseline,
-}
-"""By `algorithm.adv_estimator`."""
-
-RELATIVE = frozenset(ADVANTAGES) - {"reinforce_plus_plus", "remax"}
-"""Estimators that compare a sample with its siblings: `rollout.n` must be 2 or more."""
-
-NEEDS: dict[str, tuple[str, ...]] = {
-    "remax": ("greedy_score",),
-    "gdpo": ("reward_parts",),
-    "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
-    "tir_optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
-}
-"""Fields of AdvantageInput, beyond those that every step has, that an estimator reads."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the pieces

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
 
 from storage.ragged import Ragged
 from tasks.algorithms.correction import correct, mean_weight
+from tasks.algorithms.variants import LOSSES, Variant, loss
 from tasks.config import ActorConfig, LossAggregation, RolloutCorrectionConfig
 
 MAX_LOG_RATIO = 20.0
@@ -51,12 +53,12 @@ class LossBatch:
 
 TokenMetrics = dict[str, torch.Tensor]
 PolicyLoss = Callable[[LossBatch, ActorConfig], tuple[torch.Tensor, TokenMetrics]]
-Selection = Callable[[LossBatch, ActorConfig], torch.Tensor]
 
 
 # ------------------------------------------------------------------------------------------------------- one per mode
 
 
+@loss("vanilla", reads=("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"))
 def vanilla(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, eq. 10) and
     the dual clip (arXiv 1912.09729): with a negative advantage, the ratio counts as `clip_ratio_c` at most."""
@@ -69,6 +71,7 @@ def vanilla(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMe
     return weighted(loss, batch), token_metrics(-log_ratio, held > free, negative & (clipped > ceiling))
 
 
+@loss("gspo", reads=("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
 def gspo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """PPO's clip on the geometric mean of a sequence's ratios, whose gradient each token carries (GSPO-token, arXiv
     2507.18071, section 4.3). Meant for narrow clip ranges, such as 3e-4 and 4e-4, and `seq-mean-token-mean`."""
@@ -79,6 +82,7 @@ def gspo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetri
     return weighted(torch.maximum(free, held), batch), token_metrics(-log_ratio, held > free)
 
 
+@loss("sapo", reads=("policy_loss.tau_pos", "policy_loss.tau_neg"), aggregation="seq-mean-token-mean")
 def sapo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """A soft gate, 4 / tau * sigmoid(tau * (ratio - 1)), in place of the clip (SAPO, arXiv 2511.20347)."""
     ratio, log_ratio = probability_ratio(batch)
@@ -88,6 +92,7 @@ def sapo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetri
     return weighted(-gate * batch.advantages, batch), token_metrics(-log_ratio)
 
 
+@loss("cispo", reads=("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
 def cispo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """REINFORCE weighted by the clipped ratio, which carries no gradient (CISPO, MiniMax-M1, arXiv 2506.13585)."""
     ratio, log_ratio = probability_ratio(batch)
@@ -96,6 +101,7 @@ def cispo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetr
     return weighted(loss, batch), token_metrics(-log_ratio, held != ratio)
 
 
+@loss("geo_mean", reads=("clip_ratio", "clip_ratio_low", "clip_ratio_high"), aggregation="seq-mean-token-mean")
 def geo_mean(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """Geometric mean of a sequence's ratios, each clipped in log space on the side its advantage moves to (GMPO, arXiv
     2507.20673). The sequence has one loss, which each of its tokens holds: aggregation is the mean over sequences."""
@@ -112,17 +118,20 @@ def geo_mean(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenM
     return loss.unsqueeze(-1).expand_as(log_ratio), metrics
 
 
+@loss("gpg")
 def gpg(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """The plain policy gradient, -advantage * log-prob, without a ratio (GPG, arXiv 2504.02546)."""
     return weighted(-batch.log_probs * batch.advantages, batch), {}
 
 
+@loss("reinforce")
 def reinforce(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """The policy gradient with importance weights, which carry no gradient, in place of a ratio (Williams 1992)."""
     loss = weighted(-batch.log_probs * batch.advantages, batch)
     return loss, {"ppo_kl": (batch.old_log_probs - batch.log_probs).detach()}
 
 
+@loss("dro", reads=("policy_loss.dro_beta",))
 def dro(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """The policy gradient with a quadratic pull to the old policy, beta / 2 * (log ratio)^2 (DRO, arXiv 2405.19107)."""
     beta = actor.policy_loss.dro_beta
@@ -135,6 +144,7 @@ def dro(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetric
     return weighted(loss, batch), {"ppo_kl": -log_ratio.detach()}
 
 
+@loss("dppo_tv", reads=("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"))
 def dppo_tv(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """Drop a token that has moved too far the way its advantage points, by total variation between "this token" and
     "another one" (DPPO, arXiv 2602.04879). The clip ranges are bounds on |p_new - p_old|."""
@@ -142,6 +152,7 @@ def dppo_tv(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMe
     return _divergence_masked(batch, actor, gap <= actor.clip_high, gap >= -actor.clip_low)
 
 
+@loss("dppo_kl", reads=("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"))
 def dppo_kl(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """As dppo_tv, by the binary KL(old || new) (DPPO, arXiv 2602.04879). The clip ranges are bounds in nats."""
     new, old = batch.log_probs.exp(), batch.old_log_probs.exp()
@@ -163,6 +174,18 @@ def _divergence_masked(
     return weighted(loss, batch), token_metrics(-log_ratio, ~keep, keep & (ratio > actor.clip_ratio_c))
 
 
+@loss(
+    "clip_cov",
+    reads=(
+        "clip_ratio",
+        "clip_ratio_low",
+        "clip_ratio_high",
+        "policy_loss.clip_cov_ratio",
+        "policy_loss.clip_cov_lb",
+        "policy_loss.clip_cov_ub",
+    ),
+    selects="select_clip_cov",
+)
 def clip_cov(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """PPO's clip, less the selected tokens, whose covariance of advantage and log-prob drives the entropy down
     (Clip-Cov, arXiv 2505.22617). `pg_clipfrac` is the selected share."""
@@ -175,6 +198,7 @@ def clip_cov(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenM
     }
 
 
+@loss("kl_cov", reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"), selects="select_kl_cov")
 def kl_cov(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """The unclipped surrogate, with |log ratio| as a penalty on the selected tokens (KL-Cov, arXiv 2505.22617).
     `ppo_kl` is the mean absolute log ratio."""
@@ -182,26 +206,6 @@ def kl_cov(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMet
     log_ratio = (batch.log_probs - batch.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     penalty = actor.policy_loss.ppo_kl_coef * log_ratio.abs() * batch.selected
     return weighted(-batch.advantages * log_ratio.exp() + penalty, batch), {"ppo_kl": log_ratio.detach().abs()}
-
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": vanilla,
-    "gspo": gspo,
-    "sapo": sapo,
-    "cispo": cispo,
-    "geo_mean": geo_mean,
-    "gpg": gpg,
-    "reinforce": reinforce,
-    "dro": dro,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-}
-"""By `actor_rollout_ref.actor.policy_loss.loss_mode`."""
-
-OWN_AGGREGATION: dict[str, LossAggregation] = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
-"""Losses that fix how they are aggregated, whatever `actor.loss_agg_mode` says."""
 
 
 # ----------------------------------------------------------------------------------- what the whole mini-batch decides
@@ -247,22 +251,22 @@ def _largest(values: torch.Tensor, number: int) -> torch.Tensor:
     return chosen.view_as(values)
 
 
-SELECTIONS: dict[str, Selection] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
-"""Losses that choose tokens out of the whole mini-batch, by `loss_mode`."""
-
-
 def policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig) -> PolicyLoss:
     """The loss in force: `loss_mode`, or in bypass mode the one of `rollout_correction.loss_type`.
 
     Raises:
         ValueError: no such loss.
     """
+    return _variant(actor, correction).load()
+
+
+def _variant(actor: ActorConfig, correction: RolloutCorrectionConfig) -> Variant:
     mode = loss_mode(actor, correction)
-    if mode not in POLICY_LOSSES:
+    if mode not in LOSSES:
         raise ValueError(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={mode!r} is unknown; there are {', '.join(POLICY_LOSSES)}"
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={mode!r} is unknown; there are {', '.join(LOSSES)}"
         )
-    return POLICY_LOSSES[mode]
+    return LOSSES[mode]
 
 
 def loss_mode(actor: ActorConfig, correction: RolloutCorrectionConfig) -> str:
@@ -274,14 +278,15 @@ def loss_mode(actor: ActorConfig, correction: RolloutCorrectionConfig) -> str:
 
 def aggregation_mode(actor: ActorConfig, correction: RolloutCorrectionConfig) -> LossAggregation:
     """How the policy loss in force is aggregated: by its own rule, else by `actor.loss_agg_mode`."""
-    return OWN_AGGREGATION.get(loss_mode(actor, correction), actor.loss_agg_mode)
+    own = _variant(actor, correction).aggregation
+    return actor.loss_agg_mode if own is None else cast(LossAggregation, own)
 
 
 def needs_current_log_probs(actor: ActorConfig, correction: RolloutCorrectionConfig) -> bool:
     """Whether `prepare_mini_batch` needs the log-probs of the policy as it is at this optimizer step, which costs a
     forward pass over the mini-batch; otherwise it may get the old ones."""
     corrected = correction.rollout_is is not None or correction.rollout_rs is not None
-    return loss_mode(actor, correction) in SELECTIONS or (correction.bypass_mode and corrected)
+    return _variant(actor, correction).selects is not None or (correction.bypass_mode and corrected)
 
 
 def prepare_mini_batch(batch: LossBatch, actor: ActorConfig, correction: RolloutCorrectionConfig) -> LossBatch:
@@ -309,7 +314,7 @@ def prepare_mini_batch(batch: LossBatch, actor: ActorConfig, correction: Rollout
         if correction.bypass_mode and correction.loss_type == "ppo_clip":
             weights = None
         batch = replace(batch, mask=mask, rollout_is_weights=weights)
-        select = SELECTIONS.get(loss_mode(actor, correction))
+        select = _variant(actor, correction).load_selection()
         return batch if select is None else replace(batch, selected=select(batch, actor))
 
 

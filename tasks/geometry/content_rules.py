@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tasks.algorithms.variants import ESTIMATORS
 from tasks.config import RunConfig
 from tasks.geometry.numbers import Facts, Numbers
 from tasks.geometry.problems import Draft, Rule, Try
 from tasks.geometry.shape_rules import GEN_BATCH, ROLLOUT, SAMPLES, TRAIN_BATCH, samples_try
-
-WORKS_WITH_ONE_SAMPLE = {"reinforce_plus_plus", "remax"}
-"""Estimators that need no siblings; all others compare a sample with the rest of its group."""
-
 
 # ------------------------------------------------------------------------------------------------ lengths and data
 
@@ -116,7 +113,7 @@ def _check_data_size(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator
 
 def _check_groups(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
     estimator, n = cfg.algorithm.adv_estimator, numbers.samples_per_prompt
-    if estimator not in WORKS_WITH_ONE_SAMPLE and n < 2:
+    if ESTIMATORS[estimator].relative and n < 2:
         yield Draft(
             "GROUP_OF_ONE",
             (SAMPLES, "algorithm.adv_estimator"),
