@@ -12,6 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 Partition = list[np.ndarray]
+Subset = tuple[float, list[int]]
+"""Cost and rows of one part while it grows."""
 
 
 def sequence_cost(tokens: np.ndarray, hidden_size: int = 4096) -> np.ndarray:
@@ -55,16 +57,21 @@ def karmarkar_karp(cost: np.ndarray, parts: int, *, equal_sizes: bool = False) -
     size = parts if equal_sizes else 1
     heap = []
     for start in range(0, len(rows), size):
-        subsets = [(costs[row], [row]) for row in reversed(rows[start : start + size])]
+        subsets: list[Subset] = [(costs[row], [row]) for row in reversed(rows[start : start + size])]
         subsets += [(0, [])] * (parts - size)
-        heap.append((subsets[-1][0] - subsets[0][0], -start, subsets))
+        heap.append(_ranked(subsets, start))
     heapq.heapify(heap)
     for number in range(len(rows), len(rows) + len(heap) - 1):
-        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        one, other = heapq.heappop(heap)[-1], heapq.heappop(heap)[-1]
         joined = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
-        joined.sort(reverse=True)
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], -number, joined))
-    return [np.sort(np.asarray(subset, dtype=np.int64)) for _, subset in heap[0][2]]
+        heapq.heappush(heap, _ranked(sorted(joined, reverse=True), number))
+    return [np.sort(np.asarray(subset, dtype=np.int64)) for _, subset in heap[0][-1]]
+
+
+def _ranked(subsets: list[Subset], number: int) -> tuple[float, float, int, list[Subset]]:
+    """Subsets from heaviest to lightest, behind their place in the heap: greatest difference, then heaviest, then last."""
+    heaviest, lightest = subsets[0][0], subsets[-1][0]
+    return lightest - heaviest, -heaviest, -number, subsets
 
 
 def greedy_partition(cost: np.ndarray, parts: int, *, equal_sizes: bool = False) -> Partition:

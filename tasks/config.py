@@ -562,7 +562,7 @@ class AlarmsConfig(Section):
     rollout_actor_probs_pearson_corr: float | None = Field(0.98, ge=-1, le=1)
     """Lowest correlation of the two."""
     first_update_ratio: float | None = Field(0.05, gt=0)
-    """Largest |log ratio| of new to old probability at a step's first optimizer step, where the policy has not moved."""
+    """Largest |log ratio| of new to old probability at a step's first optimizer step: the policy has not moved."""
 
 
 class TrainerConfig(Section):
