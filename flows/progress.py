@@ -56,7 +56,9 @@ class Progress:
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """A validation is finished."""
         values = ", ".join(
-            f"{name.removeprefix('val-core/')} {value:.3f}" for name, value in metrics.items() if "core" in name
+            f"{name.removeprefix('val-core/')} {value:.3f}"
+            for name, value in metrics.items()
+            if "core" in name and not name.endswith("/std")
         )
         self.console.print(Text(f"validation after step {step}: {values}"), soft_wrap=True)
 

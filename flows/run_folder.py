@@ -85,6 +85,8 @@ MAY_CHANGE = (
     "data.val_batch_size",
     "data.val_max_samples",
     "actor_rollout_ref.rollout.val_kwargs",
+    "trainer.alarms",
+    "algorithm.filter_groups.max_num_gen_batches",
     "reward.num_workers",
     "reward.timeout_s",
     "reward.retries",

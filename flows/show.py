@@ -17,6 +17,7 @@ from rich.text import Text
 from storage import Run, StorageError, open_run
 from storage.checkpoints import checkpoints
 from storage.ledger import STAGES, StepView, list_runs
+from storage.schema import SCHEMAS, without_round
 
 _STEP_OF_SAMPLE = re.compile(r"^(?:val-)?(\d{6})-\d{4}-\d{3}$")
 _HEADLINE = ("critic/score/mean", "response_length/mean", "actor/kl_loss", "timing_s/step")
@@ -116,8 +117,7 @@ def show(
 
 
 def _show_step(view: StepView, as_json: bool, console: Console) -> None:
-    manifests = {stage: view.manifest(stage) for stage in STAGES}
-    present = {stage: manifest for stage, manifest in manifests.items() if manifest}
+    present = {stage: manifest for stage in view.stages() if (manifest := view.manifest(stage))}
     if as_json:
         stages = {stage: manifest.model_dump(mode="json") for stage, manifest in present.items()}
         console.out(json.dumps({"step": view.index, "record": view.record, "stages": stages}))
@@ -126,8 +126,7 @@ def _show_step(view: StepView, as_json: bool, console: Console) -> None:
     for name in ("rows", "tokens", "bytes", "seconds"):
         table.add_column(name, justify="right")
     table.add_column("digest")
-    training = [stage for stage in STAGES if not stage.startswith("val_")] if view.index else []
-    for stage in [stage for stage in STAGES if stage in present or stage in training]:
+    for stage in _present_or_missing(view):
         manifest = present.get(stage)
         if manifest is None:
             table.add_row(stage, Text("missing", style="dim"))
@@ -149,6 +148,12 @@ def _show_step(view: StepView, as_json: bool, console: Console) -> None:
         return
     for name, value in sorted(record["metrics"].items()):
         console.print(Text(f"{name:<48} {value if value is None else format(value, '.6g')}"))
+
+
+def _present_or_missing(view: StepView) -> list[str]:
+    """What the step has, and in a training step what each has, in the order in which they are made."""
+    names = {*view.stages(), *(SCHEMAS if view.index else ())}
+    return sorted(names, key=lambda stage: (STAGES.index(without_round(stage)), stage))
 
 
 def _show_stage(view: StepView, stage: str, as_json: bool, limit: int, console: Console) -> None:
@@ -174,12 +179,11 @@ def _show_sample(view: StepView, sample: str, as_json: bool, console: Console) -
     """One sample joined over all artifacts by its id; an artifact that is not there is said to be missing."""
     found: dict[str, Any] = {}
     group = sample.rsplit("-", 1)[0]
-    for stage in [stage for stage in STAGES if stage != "updates"]:
+    for stage in [stage for stage in _present_or_missing(view) if stage != "updates"]:
         if not view.attempts(stage):
-            if not stage.startswith("val_") and view.index:
-                found[stage] = None
+            found[stage] = None
             continue
-        key, value = ("group_id", group) if stage.endswith("prompts") else ("sample_id", sample)
+        key, value = ("group_id", group) if without_round(stage).endswith("prompts") else ("sample_id", sample)
         table = view.table(stage)
         rows = table.filter(pc.equal(table[key], pa.scalar(value, pa.large_string()))).to_pylist()
         if rows:

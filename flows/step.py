@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from storage import Artifact
 from storage.artifacts import read_manifest
+from storage.schema import without_round
 from tasks.advantage import advantage
-from tasks.generate import generate, generate_validation
+from tasks.algorithms.sample_metrics import throughput_metrics, timing_metrics
+from tasks.filter_groups import Call, calls_before, keep_groups, refuse_another_call, signal_groups
+from tasks.generate import generate, generate_greedy, generate_validation
 from tasks.log_prob import old_log_prob, ref_log_prob
-from tasks.prompts import choose_prompts, choose_validation_prompts
-from tasks.reward import reward, reward_validation
+from tasks.prompts import choose_candidates, choose_prompts, choose_validation_prompts
+from tasks.reward import reward, reward_greedy, reward_validation
 from tasks.stage import Step
 from tasks.update import update
 from tasks.validate import validation_metrics
@@ -57,29 +60,69 @@ class Stages(Protocol):
 def train_step(step: Step, workers: Workers, stages: Stages) -> dict[str, Artifact]:
     """Run one step, from policy k - 1 to policy k, and return its artifacts by name."""
     started = time.perf_counter()
-    previous = step.run.step(step.index - 1).artifact("advantages") if step.index > 1 else None
+    before = step.run.step(step.index - 1) if step.index > 1 else None
+    made: list[Artifact] = []
 
-    prompts = stages.run(choose_prompts, step, workers.train)
-    rollouts = stages.run(generate, step, prompts, workers.engine, workers.tokenizer)
-    scoring = stages.start(reward, step, prompts, rollouts, workers.rewards)
+    if step.cfg.algorithm.filter_groups.enable:
+        drawn = calls_before(before.artifact("prompts") if before else None)
+        calls = _calls_with_signal(step, workers, stages, drawn)
+        made += [artifact for call in calls for artifact in (call.prompts, call.rollouts, call.rewards)]
+        prompts, rollouts, rewards = (
+            stages.run(keep_groups, step, name, calls, drawn) for name in ("prompts", "rollouts", "rewards")
+        )
+        scoring = _already(rewards)
+    else:
+        prompts = stages.run(choose_prompts, step, workers.train)
+        rollouts = stages.run(generate, step, prompts, workers.engine, workers.tokenizer)
+        scoring = stages.start(reward, step, prompts, rollouts, workers.rewards)
     try:
+        greedy = _greedy_baseline(step, workers, stages, prompts) if step.cfg.estimator_needs("greedy_score") else None
         old = stages.run(old_log_prob, step, prompts, rollouts, workers.policy)
         ref = stages.run(ref_log_prob, step, prompts, rollouts, workers.policy) if step.cfg.needs_ref else None
         rewards = scoring()
     except BaseException:
         workers.rewards.stop()
         raise
-    advantages = stages.run(advantage, step, rollouts, rewards, old, ref, previous)
+    previous = before.artifact("advantages") if before else None
+    advantages = stages.run(advantage, step, rollouts, rewards, old, ref, previous, greedy)
     ref_in_loss = ref if step.cfg.actor_rollout_ref.actor.use_kl_loss else None
     updates = stages.run(update, step, prompts, rollouts, old, ref_in_loss, advantages, workers.policy)
 
-    made = [prompts, rollouts, old, *([ref] if ref else []), rewards, advantages, updates]
+    made += [prompts, rollouts, *(greedy or ()), old, *([ref] if ref else []), rewards, advantages, updates]
     artifacts = {artifact.stage: artifact for artifact in made}
     metrics = step_metrics(step, artifacts, time.perf_counter() - started)
     if step.validates:
         metrics.update(_validate(step, workers, stages, artifacts))
     _finish(step, artifacts, metrics)
     return artifacts
+
+
+def _calls_with_signal(step: Step, workers: Workers, stages: Stages, drawn: int) -> list[Call]:
+    """Generate and score until `data.train_batch_size` groups carry a signal (dynamic sampling).
+
+    Raises:
+        StageError: `algorithm.filter_groups.max_num_gen_batches` calls do not give as many.
+    """
+    calls: list[Call] = []
+    kept: list[str] = []
+    while len(kept) < step.cfg.data.train_batch_size:
+        refuse_another_call(step, calls, kept, workers.train.table.num_rows)
+        number = len(calls) + 1
+        prompts = stages.run(choose_candidates, step, workers.train, number, drawn)
+        rollouts = stages.run(generate, step, prompts, workers.engine, workers.tokenizer, number)
+        calls.append(Call(prompts, rollouts, stages.run(reward, step, prompts, rollouts, workers.rewards, number)))
+        kept = signal_groups(step.cfg, calls)
+    return calls
+
+
+def _greedy_baseline(step: Step, workers: Workers, stages: Stages, prompts: Artifact) -> tuple[Artifact, Artifact]:
+    """The greedy response to each prompt, and its score."""
+    rollouts = stages.run(generate_greedy, step, prompts, workers.engine, workers.tokenizer)
+    return rollouts, stages.run(reward_greedy, step, prompts, rollouts, workers.rewards)
+
+
+def _already(artifact: Artifact) -> Callable[[], Artifact]:
+    return lambda: artifact
 
 
 def validate_policy(step: Step, workers: Workers, stages: Stages) -> dict[str, Artifact]:
@@ -112,17 +155,23 @@ def _finish(
 _TIMERS = {
     "prompts": "prompts",
     "rollouts": "gen",
+    "greedy_rollouts": "gen_max",
     "old_log_probs": "old_log_prob",
     "ref_log_probs": "ref",
     "rewards": "reward",
+    "greedy_rewards": "reward",
     "advantages": "adv",
     "updates": "update_actor",
 }
 """verl's name of each stage's timer."""
 
+_BY_RESPONSE_TOKEN = {"gen", "gen_max"}
+
 
 def step_metrics(step: Step, artifacts: dict[str, Artifact], seconds: float) -> dict[str, float | None]:
     """The step's numbers under verl's names: what its stages measured, their times and the shapes of their artifacts.
+
+    Several generate calls of a step add up in its timers; their own metrics stay in their manifests.
 
     Args:
         step: the step.
@@ -133,17 +182,17 @@ def step_metrics(step: Step, artifacts: dict[str, Artifact], seconds: float) -> 
     manifests = {stage: read_manifest(artifact.folder) for stage, artifact in artifacts.items()}
     response_tokens = manifests["rollouts"].shapes["tokens"]
     tokens = manifests["old_log_probs"].shapes["tokens"]
+    timers: dict[str, float] = {}
     for stage, manifest in manifests.items():
-        timer = _TIMERS[stage]
-        metrics.update(manifest.metrics)
-        metrics.update({f"shape/{stage}/{name}": float(value) for name, value in manifest.shapes.items()})
-        metrics[f"timing_s/{timer}"] = manifest.seconds
-        counted = response_tokens if stage == "rollouts" else tokens
-        if counted and stage != "prompts":
-            metrics[f"timing_per_token_ms/{timer}"] = 1000 * manifest.seconds / counted
+        whole = without_round(stage)
+        timer = _TIMERS.get(whole, whole)
+        timers[timer] = timers.get(timer, 0.0) + manifest.seconds
+        if whole == stage and stage != "greedy_rewards":
+            metrics.update(manifest.metrics)
+            metrics.update({f"shape/{stage}/{name}": float(value) for name, value in manifest.shapes.items()})
+    worked = {timer: response_tokens if timer in _BY_RESPONSE_TOKEN else tokens for timer in timers}
+    worked.pop("prompts")
     devices = step.cfg.trainer.n_gpus_per_node * step.cfg.trainer.nnodes
-    metrics["timing_s/step"] = seconds
-    metrics["perf/total_num_tokens"] = float(tokens)
-    metrics["perf/time_per_step"] = seconds
-    metrics["perf/throughput"] = tokens / (seconds * devices)
+    metrics.update(timing_metrics({**timers, "step": seconds}, worked))
+    metrics.update(throughput_metrics(tokens, seconds, devices))
     return metrics

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tasks.algorithms.variants import ESTIMATORS
 from tasks.config import RunConfig
 from tasks.geometry import Plan
 
@@ -32,18 +31,6 @@ def _reasons(cfg: RunConfig, plan: Plan) -> Iterator[str]:
         yield "actor_rollout_ref.model.dtype=float64: the rollout engine samples in float32 or bfloat16."
     if policy.rollout.name != "transformers":
         yield f"actor_rollout_ref.rollout.name={policy.rollout.name}: the engine here is transformers."
-    estimator = cfg.algorithm.adv_estimator
-    unmade = {"greedy_score", "sum_pi_squared"}
-    if missing := unmade & {*ESTIMATORS[estimator].needs}:
-        served = ", ".join(name for name, variant in ESTIMATORS.items() if not unmade & {*variant.needs})
-        yield f"algorithm.adv_estimator={estimator} reads {missing.pop()}, which no stage makes. Use one of {served}."
-    if cfg.algorithm.filter_groups.enable:
-        yield "algorithm.filter_groups.enable=true: set it to false; groups without signal train with advantage 0."
-    correction = cfg.algorithm.rollout_correction
-    if correction.rollout_is or correction.rollout_rs or correction.bypass_mode:
-        yield "algorithm.rollout_correction: set rollout_is, rollout_rs to null and bypass_mode to false."
-    if cfg.reward_model.overlong_buffer.enable:
-        yield "reward_model.overlong_buffer.enable=true: set it to false."
     for role, fsdp in (("actor", policy.actor.fsdp_config), ("ref", policy.ref.fsdp_config)):
         if fsdp.param_offload or fsdp.optimizer_offload or fsdp.offload_policy:
             yield f"actor_rollout_ref.{role}.fsdp_config offload: on one device weights stay where they are; set false."

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from flows.alarms import alarms
 from flows.config import load_config
 from flows.plan_view import plan_of
 from flows.plan_words import plan_in_brief
@@ -285,6 +286,9 @@ class Loop:
         validation = {name: value for name, value in record["metrics"].items() if name.startswith("val-")}
         if "timing_s/step" in record["metrics"]:
             self.progress.step(index, record["metrics"])
+            for alarm in alarms(record["metrics"], self.cfg):
+                self.progress.say(f"alarm: {alarm}")
+                self.run.append("alarm", step=index, message=alarm)
         if validation:
             outcome.validations[index] = validation
             self.progress.validation(index, validation)
@@ -309,7 +313,7 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
         first, last = min(outcome.validations), max(outcome.validations)
         for name, after in outcome.validations[last].items():
             before = outcome.validations[first].get(name)
-            if before is not None and "core" in name:
+            if before is not None and "core" in name and not name.endswith("/std"):
                 label = name.removeprefix("val-core/")
                 console.print(Text(f"{label}: {before:.3f} before, {after:.3f} after step {last}", style="bold"))
     lines = [f"policy version {outcome.last_step} in {folder}", "look at it:"]

@@ -46,10 +46,10 @@ from storage.durable import (
     sync_folder,
     write_json,
 )
-from storage.schema import FORMAT_VERSION, KIND, SCHEMAS
+from storage.schema import FORMAT_VERSION, KIND, SCHEMAS, without_round
 
 STAGES = (*SCHEMAS, *KIND)
-"""Names of all artifacts a step can have, in the order in which they are made."""
+"""Names of all artifacts a step can have; those of several generate calls carry a number behind the name."""
 
 _RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+=@-]*$")
 
@@ -95,7 +95,8 @@ class StepView:
 
     def stages(self) -> list[str]:
         """Names of the artifacts that this step has."""
-        return [stage for stage in STAGES if self.attempts(stage)]
+        there = [path.name for path in self.folder.glob("*/") if without_round(path.name) in STAGES]
+        return sorted(filter(self.attempts, there), key=lambda stage: (STAGES.index(without_round(stage)), stage))
 
     @property
     def record(self) -> dict[str, Any] | None:

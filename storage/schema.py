@@ -64,8 +64,19 @@ SCHEMAS: dict[str, pa.Schema] = {
     "old_log_probs": _schema(
         "old_log_probs",
         *_SAMPLE,
-        _column("old_log_probs", TOKEN_FLOATS, "log-probs of response_ids under the policy before the step"),
-        _column("entropy", TOKEN_FLOATS, "entropy of the distribution at each response position, nats"),
+        _column("old_log_probs", TOKEN_FLOATS, "log-probs of response_ids: the denominator of the ratio"),
+        _column(
+            "entropy",
+            TOKEN_FLOATS,
+            "entropy at each response position, nats; null: the pass was skipped",
+            nullable=True,
+        ),
+        _column(
+            "sum_pi_squared",
+            TOKEN_FLOATS,
+            "sum over the vocabulary of squared probabilities, if asked for",
+            nullable=True,
+        ),
     ),
     "ref_log_probs": _schema(
         "ref_log_probs",
@@ -108,6 +119,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         _column("pg_clipfrac_lower", pa.float64(), "share of tokens held by the dual clip", nullable=True),
         _column("ppo_kl", pa.float64(), "mean of old minus new log-prob, nats", nullable=True),
         _column("ratio_max", pa.float64(), "largest ratio of new to old probability", nullable=True),
+        _column("log_ratio_max", pa.float64(), "largest |log ratio| of new to old probability", nullable=True),
         _column("kl_loss", pa.float64(), "KL to the reference before its weight", nullable=True),
         _column("kl_clamped", pa.int64(), "tokens whose KL was held at its bound", nullable=True),
         _column("entropy", pa.float64(), "mean entropy, nats; null: not computed", nullable=True),
@@ -121,8 +133,26 @@ SCHEMAS: dict[str, pa.Schema] = {
     ),
 }
 
-KIND = {"val_prompts": "prompts", "val_rollouts": "rollouts", "val_rewards": "rewards"}
+KIND = {
+    "greedy_rollouts": "rollouts",
+    "greedy_rewards": "rewards",
+    "val_prompts": "prompts",
+    "val_rollouts": "rollouts",
+    "val_rewards": "rewards",
+}
 """Artifacts that share another one's schema."""
+
+_ROUND = re.compile(r"-[0-9]{2,}$")
+
+
+def round_of(stage: str, number: int) -> str:
+    """Name of the artifact of one generate call out of several: `rollouts-02`. It has the schema of `rollouts`."""
+    return f"{stage}-{number:02d}"
+
+
+def without_round(stage: str) -> str:
+    """`rollouts` of `rollouts-02`."""
+    return _ROUND.sub("", stage)
 
 
 def schema_of(stage: str) -> pa.Schema:
@@ -132,7 +162,8 @@ def schema_of(stage: str) -> pa.Schema:
         ValueError: no such artifact.
     """
     try:
-        return SCHEMAS[KIND.get(stage, stage)]
+        whole = without_round(stage)
+        return SCHEMAS[KIND.get(whole, whole)]
     except KeyError:
         known = ", ".join([*SCHEMAS, *KIND])
         raise ValueError(f"no artifact is called {stage!r}; there are {known}") from None

@@ -39,10 +39,10 @@ def sequence_cost(tokens: np.ndarray, hidden_size: int = 4096) -> np.ndarray:
 def karmarkar_karp(cost: np.ndarray, parts: int, *, equal_sizes: bool = False) -> Partition:
     """Split rows into parts of nearly equal cost by the largest differencing method (Karmarkar and Karp, 1982).
 
-    Begin with many partial partitions, each of `parts` subsets: one row and empty subsets, or with `equal_sizes` rows of
-    neighbouring cost, one in each. Join the two whose subsets differ most in cost, the heaviest subset of one with the
-    lightest of the other, until one is left. A join makes no difference greater than that of the two it joins, so the
-    costs of two parts differ by no more than the greatest cost of a row.
+    Begin with many partial partitions, each of `parts` subsets: one row and empty subsets, or with `equal_sizes` rows
+    of neighbouring cost, one in each. Join the two whose subsets differ most in cost, the heaviest subset of one with
+    the lightest of the other, until one is left. A join makes no difference greater than that of the two it joins, so
+    the costs of two parts differ by no more than the greatest cost of a row.
 
     Args:
         cost: [N] cost of each row, not negative.
@@ -69,7 +69,7 @@ def karmarkar_karp(cost: np.ndarray, parts: int, *, equal_sizes: bool = False) -
 
 
 def _ranked(subsets: list[Subset], number: int) -> tuple[float, float, int, list[Subset]]:
-    """Subsets from heaviest to lightest, behind their place in the heap: greatest difference, then heaviest, then last."""
+    """Subsets, heaviest first, behind their rank in the heap: greatest difference, then heaviest, then last made."""
     heaviest, lightest = subsets[0][0], subsets[-1][0]
     return lightest - heaviest, -heaviest, -number, subsets
 
@@ -118,13 +118,15 @@ def partition_groups(cost: np.ndarray, group: np.ndarray, parts: int) -> Partiti
 def _check_parts(count: int, parts: int, equal_sizes: bool, what: str) -> None:
     if not 0 < parts <= count:
         raise ValueError(
-            f"{count} {what} cannot be split into {parts} parts with something in each. Raise data.train_batch_size "
-            "or actor_rollout_ref.rollout.n, or use fewer data-parallel ranks (trainer.n_gpus_per_node, trainer.nnodes)."
+            f"{count} {what} cannot be split into {parts} parts with something in each. Raise data.train_batch_size or "
+            "actor_rollout_ref.rollout.n, or train on fewer data-parallel ranks (trainer.n_gpus_per_node, "
+            "trainer.nnodes)."
         )
     if equal_sizes and count % parts:
         raise ValueError(
-            f"{count} {what} cannot be split into {parts} parts of equal size. Make data.train_batch_size (in sequences: "
-            "times actor_rollout_ref.rollout.n) a multiple of the data-parallel ranks, or change trainer.n_gpus_per_node."
+            f"{count} {what} cannot be split into {parts} parts of equal size. Make data.train_batch_size (prompts; in "
+            "sequences times actor_rollout_ref.rollout.n) a multiple of the data-parallel ranks, or change "
+            "trainer.n_gpus_per_node or trainer.nnodes."
         )
 
 

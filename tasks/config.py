@@ -561,7 +561,7 @@ class AlarmsConfig(Section):
     """Largest mean difference between the engine's and the policy's probability of a sampled token."""
     rollout_actor_probs_pearson_corr: float | None = Field(0.98, ge=-1, le=1)
     """Lowest correlation of the two."""
-    first_update_ratio: float | None = Field(0.05, gt=0)
+    first_update_log_ratio_max: float | None = Field(0.05, gt=0)
     """Largest |log ratio| of new to old probability at a step's first optimizer step: the policy has not moved."""
 
 

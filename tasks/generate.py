@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,9 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from storage import Artifact, Ragged, read_table
+from storage.schema import round_of
+from tasks.algorithms.sample_metrics import length_metrics
 from tasks.config import RunConfig
 from tasks.seeds import sample_seed
-from tasks.stage import StageError, Step, spread
+from tasks.stage import Stage, StageError, Step
 
 if TYPE_CHECKING:
     from tasks.engines.protocol import Responses, RolloutEngine, Sampling
@@ -36,19 +39,30 @@ VALIDATION_READS = (*READS, "actor_rollout_ref.rollout.val_kwargs")
 CODE = ("tasks.generate", "tasks.seeds", "tasks.engines")
 
 
-def generate(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer) -> Artifact:
+def generate(
+    step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer, number: int | None = None
+) -> Artifact:
     """Commit `rollouts`: `rollout.n` responses to each prompt.
+
+    Args:
+        step: the step.
+        prompts: its prompts, or those of one generate call.
+        engine: holds the policy before the step.
+        tokenizer: for the responses' text.
+        number: of the generate call, from 1, where a step makes several: commits `rollouts-01` and so on.
 
     Raises:
         StageError: the engine holds another policy than this step samples from, or every group holds n equal responses.
     """
-    stage = step.open("rollouts", reads=READS, code=CODE, parents=[prompts])
+    name = "rollouts" if number is None else round_of("rollouts", number)
+    stage = step.open(name, reads=READS, code=CODE, parents=[prompts])
     if done := stage.committed():
         return done
     rollout = step.cfg.actor_rollout_ref.rollout
     columns, responses = _sample(step, prompts, engine, training_sampling(step.cfg), rollout.n, stage.policy_version)
     columns["response_text"] = _decode(tokenizer, responses.response_ids)
-    metrics = _response_metrics(columns, responses, prompts, step.cfg)
+    prompt_lengths = Ragged.from_arrow(read_table(prompts, ["prompt_ids"])["prompt_ids"]).lengths
+    metrics = response_metrics(responses.response_ids, responses.finish_reason, prompt_lengths, step.cfg)
     if metrics.get("rollout/duplicate_share") == 1.0 and rollout.do_sample and rollout.temperature > 0:
         raise StageError(
             f"step {step.index}: all {rollout.n} responses of every group are the same although "
@@ -56,7 +70,19 @@ def generate(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: To
             "policy has collapsed, or the engine ignores its seeds: look at `grpoflow show`, start again from an "
             "earlier checkpoint, or raise the temperature."
         )
-    return stage.commit(columns, metrics=metrics, shapes=_shapes(responses), notes=_notes(responses, engine))
+    return _commit(stage, columns, responses, engine, metrics)
+
+
+def generate_greedy(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer) -> Artifact:
+    """Commit `greedy_rollouts`: the greedy response to each prompt, whose score is remax's baseline."""
+    stage = step.open("greedy_rollouts", reads=READS, code=CODE, parents=[prompts])
+    if done := stage.committed():
+        return done
+    sampling = replace(training_sampling(step.cfg), greedy=True, log_probs=False)
+    columns, responses = _sample(step, prompts, engine, sampling, 1, stage.policy_version)
+    columns["sample_id"] = [f"{name}-greedy" for name in read_table(prompts, ["group_id"])["group_id"].to_pylist()]
+    columns["response_text"] = _decode(tokenizer, responses.response_ids)
+    return _commit(stage, columns, responses, engine)
 
 
 def generate_validation(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer) -> Artifact:
@@ -67,7 +93,7 @@ def generate_validation(step: Step, prompts: Artifact, engine: RolloutEngine, to
     n = step.cfg.actor_rollout_ref.rollout.val_kwargs.n
     columns, responses = _sample(step, prompts, engine, validation_sampling(step.cfg), n, stage.policy_version)
     columns["response_text"] = _decode(tokenizer, responses.response_ids)
-    return stage.commit(columns, shapes=_shapes(responses), notes=_notes(responses, engine))
+    return _commit(stage, columns, responses, engine)
 
 
 def training_sampling(cfg: RunConfig) -> Sampling:
@@ -111,8 +137,9 @@ def _sample(
     group = np.repeat(np.arange(table.num_rows), n)
     sample = np.tile(np.arange(n), table.num_rows)
     index = table["prompt_index"].to_numpy()
+    slot = [int(name.rsplit("-", 1)[1]) for name in table["group_id"].to_pylist()]
     seeds = [
-        sample_seed(step.cfg.trainer.seed, step.index, int(index[g]), int(g), int(i))
+        sample_seed(step.cfg.trainer.seed, step.index, int(index[g]), slot[g], int(i))
         for g, i in zip(group, sample, strict=True)
     ]
     responses = engine.generate(
@@ -136,20 +163,32 @@ def _decode(tokenizer: Tokenizer, response_ids: Ragged) -> list[str]:
     return tokenizer.batch_decode([row.tolist() for row in response_ids], skip_special_tokens=True)
 
 
-def _response_metrics(
-    columns: dict[str, object], responses: Responses, prompts: Artifact, cfg: RunConfig
+def _commit(
+    stage: Stage,
+    columns: dict[str, object],
+    responses: Responses,
+    engine: RolloutEngine,
+    metrics: dict[str, float] | None = None,
+) -> Artifact:
+    notes = {**responses.notes, "policy_digest": engine.policy_digest}
+    return stage.commit(columns, metrics=metrics, shapes=token_shapes(responses.response_ids), notes=notes)
+
+
+def response_metrics(
+    response_ids: Ragged, finish_reason: Sequence[str], prompt_lengths: np.ndarray, cfg: RunConfig
 ) -> dict[str, float]:
-    """Lengths under verl's names, the share of responses cut by length or empty, and duplicates within groups."""
-    lengths = responses.response_ids.lengths
-    prompt_lengths = Ragged.from_arrow(read_table(prompts, ["prompt_ids"])["prompt_ids"]).lengths
-    cut = np.asarray([reason == "length" for reason in responses.finish_reason])
+    """Lengths under verl's names, the share of responses cut by length or empty, and duplicates within groups.
+
+    Args:
+        response_ids: N rows; the `rollout.n` responses of a group are neighbours.
+        finish_reason: [N].
+        prompt_lengths: [G] tokens of the prompts they answer.
+        cfg: the run's configuration.
+    """
+    cut = np.asarray([reason == "length" for reason in finish_reason], dtype=bool)
     return {
-        **spread("response_length", lengths),
-        "response_length/clip_ratio": float(cut.mean()),
-        **spread("prompt_length", prompt_lengths),
-        "prompt_length/clip_ratio": float((prompt_lengths >= cfg.prompt_length).mean()),
-        "response/aborted_ratio": float((lengths == 0).mean()),
-        "rollout/duplicate_share": _duplicate_share(responses.response_ids, cfg.actor_rollout_ref.rollout.n),
+        **length_metrics(response_ids.lengths, cut, prompt_lengths, cfg.prompt_length),
+        "rollout/duplicate_share": _duplicate_share(response_ids, cfg.actor_rollout_ref.rollout.n),
     }
 
 
@@ -163,10 +202,6 @@ def _duplicate_share(response_ids: Ragged, n: int) -> float:
     return (len(rows) - distinct) / (len(rows) - groups)
 
 
-def _shapes(responses: Responses) -> dict[str, int]:
-    lengths = responses.response_ids.lengths
-    return {"tokens": int(lengths.sum()), "longest": int(lengths.max(initial=0))}
-
-
-def _notes(responses: Responses, engine: RolloutEngine) -> dict[str, object]:
-    return {**responses.notes, "policy_digest": engine.policy_digest}
+def token_shapes(rows: Ragged) -> dict[str, int]:
+    """Tokens of all rows, and of the longest."""
+    return {"tokens": int(rows.lengths.sum()), "longest": int(rows.lengths.max(initial=0))}

@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from storage import Artifact, Ragged, read_table
+from tasks.algorithms.correction import probability_gap
 from tasks.config import RunConfig
-from tasks.stage import StageError, Step, spread
+from tasks.stage import Stage, StageError, Step
 
 if TYPE_CHECKING:
     from tasks.workers.policy import PolicyWorker
@@ -32,19 +33,43 @@ def old_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, worker: Poli
         StageError: the worker holds another policy than the one the rollouts were sampled from.
         NonFiniteError: a log-prob is NaN or infinite.
     """
-    stage = step.open("old_log_probs", reads=READS, code=CODE, parents=[prompts, rollouts])
+    bypass, with_squares = step.cfg.algorithm.rollout_correction.bypass_mode, step.cfg.estimator_needs("sum_pi_squared")
+    also = {"bypass_mode": bypass, "sum_pi_squared": with_squares}
+    stage = step.open("old_log_probs", reads=READS, code=CODE, parents=[prompts, rollouts], also=also)
     if done := stage.committed():
         return done
+    if bypass:
+        return _commit_samplers(stage, rollouts)
     if worker.policy_version != stage.policy_version:
         raise StageError(
             f"step {step.index} needs log-probs of policy {stage.policy_version}, not {worker.policy_version}"
         )
     sequences, table = read_sequences(prompts, rollouts)
-    result = worker.log_probs(sequences, old_micro_batching(step.cfg), temperature=temperature(step.cfg))
+    result = worker.log_probs(
+        sequences, old_micro_batching(step.cfg), temperature=temperature(step.cfg), sum_pi_squared=with_squares
+    )
+    nulls = [None] * table.num_rows
     return stage.commit(
-        {**_ids(table), "old_log_probs": result.log_probs, "entropy": result.entropy},
+        {
+            **_ids(table),
+            "old_log_probs": result.log_probs,
+            "entropy": nulls if result.entropy is None else result.entropy,
+            "sum_pi_squared": nulls if result.sum_pi_squared is None else result.sum_pi_squared,
+        },
         metrics={**_entropy(result.entropy), **sampler_gap(table, result.log_probs)},
         shapes={"tokens": int(sequences.lengths().sum()), "micro_batches": result.micro_batches},
+        notes=_notes(step.cfg, "policy"),
+    )
+
+
+def _commit_samplers(stage: Stage, rollouts: Artifact) -> Artifact:
+    """`rollout_correction.bypass_mode`: the engine's log-probs are the denominator, and no forward pass is made."""
+    table = read_table(rollouts, ["sample_id", "group_id", "rollout_log_probs"])
+    nulls = [None] * table.num_rows
+    return stage.commit(
+        {**_ids(table), "old_log_probs": table["rollout_log_probs"], "entropy": nulls, "sum_pi_squared": nulls},
+        shapes={"tokens": len(table["rollout_log_probs"].combine_chunks().flatten()), "micro_batches": 0},
+        notes=_notes(stage.step.cfg, "engine"),
     )
 
 
@@ -63,6 +88,7 @@ def ref_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, worker: Poli
     return stage.commit(
         {**_ids(table), "ref_log_probs": result.log_probs},
         shapes={"tokens": int(sequences.lengths().sum()), "micro_batches": result.micro_batches},
+        notes=_notes(step.cfg, "reference"),
     )
 
 
@@ -130,21 +156,21 @@ def sampler_gap(rollouts: pa.Table, old_log_probs: Ragged) -> dict[str, float]:
 
     Both are at the same temperature and before top-p and top-k, so that like is compared with like.
     """
-    if rollouts["rollout_log_probs"].null_count:
+    if rollouts["rollout_log_probs"].null_count or not len(old_log_probs.values):
         return {}
-    sampled = Ragged.from_arrow(rollouts["rollout_log_probs"]).values.astype(np.float64)
-    trained = old_log_probs.values.astype(np.float64)
-    if not len(sampled):
-        return {}
-    difference = np.abs(np.exp(sampled) - np.exp(trained))
-    metrics = spread("training/rollout_probs_diff", difference, ("mean", "max", "std"))
-    metrics = {name.replace("diff/", "diff_"): value for name, value in metrics.items()}
-    metrics["training/rollout_log_probs_gap_mean"] = float(np.abs(sampled - trained).mean())
-    metrics["training/rollout_log_probs_gap_max"] = float(np.abs(sampled - trained).max())
-    if sampled.std() > 0 and trained.std() > 0:
-        correlation = np.corrcoef(np.exp(sampled), np.exp(trained))[0, 1]
-        metrics["training/rollout_actor_probs_pearson_corr"] = float(correlation)
-    return metrics
+    sampled = Ragged.from_arrow(rollouts["rollout_log_probs"])
+    gap = np.abs(sampled.values.astype(np.float64) - old_log_probs.values)
+    everything = Ragged(np.ones(len(gap), dtype=bool), old_log_probs.offsets)
+    return {
+        **probability_gap(sampled, old_log_probs, everything),
+        "training/rollout_log_probs_gap_mean": float(gap.mean()),
+        "training/rollout_log_probs_gap_max": float(gap.max()),
+    }
+
+
+def _notes(cfg: RunConfig, of: str) -> dict[str, object]:
+    """What a reader of the log-probs must know; the same words as in `rollouts`."""
+    return {"log_probs": "processed", "temperature": temperature(cfg), "filters": "none", "of": of}
 
 
 def _ids(table: pa.Table) -> dict[str, object]:

@@ -7,10 +7,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage import Artifact
+from storage.schema import round_of
 from tasks.data import PreparedPrompts, step_rows
 from tasks.stage import Step
 
 READS = ("data.train_batch_size", "data.shuffle", "data.seed", "trainer.seed")
+CANDIDATE_READS = ("data.gen_batch_size", *READS)
 CODE = ("tasks.prompts", "tasks.data")
 
 
@@ -29,6 +31,30 @@ def choose_prompts(step: Step, dataset: PreparedPrompts) -> Artifact:
     )
 
 
+def choose_candidates(step: Step, dataset: PreparedPrompts, number: int, drawn_before: int) -> Artifact:
+    """Commit `prompts-01`, `prompts-02`, …: the prompts of one generate call of a step that filters groups.
+
+    Args:
+        step: the step.
+        dataset: the prepared training prompts.
+        number: of the generate call within the step, from 1.
+        drawn_before: generate calls of all steps before: where in the (seed, epoch) order this step begins.
+    """
+    also = {"data": dataset.digest, "number": number, "drawn_before": drawn_before}
+    stage = step.open(round_of("prompts", number), reads=CANDIDATE_READS, code=CODE, also=also)
+    if done := stage.committed():
+        return done
+    data = step.cfg.data
+    seed = step.cfg.trainer.seed if data.seed is None else data.seed
+    size = data.gen_batch_size or data.train_batch_size
+    epoch, rows = step_rows(drawn_before + number, dataset.table.num_rows, size, seed, data.shuffle)
+    return stage.commit(
+        prompt_columns(dataset, rows, f"{step.index:06d}", first_slot=(number - 1) * size),
+        metrics={"training/epoch": float(epoch)},
+        shapes=_token_shapes(dataset.table, rows),
+    )
+
+
 def choose_validation_prompts(step: Step, dataset: PreparedPrompts) -> Artifact:
     """Commit `val_prompts`: the whole validation set, in file order."""
     stage = step.open("val_prompts", reads=READS, code=CODE, also={"data": dataset.digest}, policy_version=step.index)
@@ -40,11 +66,13 @@ def choose_validation_prompts(step: Step, dataset: PreparedPrompts) -> Artifact:
     )
 
 
-def prompt_columns(dataset: PreparedPrompts, rows: np.ndarray, prefix: str) -> dict[str, object]:
-    """The columns of a `prompts` artifact for some rows of the data set."""
+def prompt_columns(
+    dataset: PreparedPrompts, rows: np.ndarray, prefix: str, *, first_slot: int = 0
+) -> dict[str, object]:
+    """The columns of a `prompts` artifact for some rows of the data set; groups are numbered from `first_slot` on."""
     table = dataset.table.take(pa.array(rows))
     columns: dict[str, object] = {name: table[name] for name in table.column_names}
-    columns["group_id"] = [f"{prefix}-{slot:04d}" for slot in range(len(rows))]
+    columns["group_id"] = [f"{prefix}-{slot:04d}" for slot in range(first_slot, first_slot + len(rows))]
     return columns
 
 

@@ -192,11 +192,3 @@ def aligned(artifact: Artifact, sample_ids: pa.ChunkedArray, columns: Sequence[s
             f"{len(ids)} rows with {len(places)} different ids against {len(wanted)}, missing {missing[:3]}"
         )
     return table.take(pa.array([places[name] for name in wanted]))
-
-
-def spread(name: str, values: np.ndarray, keys: Sequence[str] = ("mean", "max", "min")) -> dict[str, float]:
-    """`name/mean`, `name/max`, `name/min` of some numbers; nothing for none."""
-    if not len(values):
-        return {}
-    numbers = {"mean": values.mean(), "max": values.max(), "min": values.min(), "std": values.std()}
-    return {f"{name}/{key}": float(numbers[key]) for key in keys}

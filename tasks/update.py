@@ -8,6 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from storage import Artifact, Ragged, read_table
+from tasks.algorithms.advantages import row_of_token
+from tasks.algorithms.sample_metrics import reduce_metrics, variance_proxies
 from tasks.config import ActorConfig
 from tasks.log_prob import actor_micro_batching, read_sequences
 from tasks.seeds import hashed
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from tasks.workers.policy import PolicyWorker, Signals
 
 READS = (
+    "algorithm.rollout_correction",
     "actor_rollout_ref.model",
     "actor_rollout_ref.actor",
     "actor_rollout_ref.rollout.temperature",
@@ -64,7 +67,7 @@ def update(
     if worker.policy_version != step.index - 1:
         raise StageError(f"update {step.index} starts from policy {step.index - 1}, not {worker.policy_version}")
     sequences, table = read_sequences(prompts, rollouts)
-    signals = read_signals(table["sample_id"], sequences.group, old_log_probs, ref_log_probs, advantages)
+    signals = read_signals(table, sequences.group, old_log_probs, ref_log_probs, advantages)
     mini_batches = plan_mini_batches(sequences.group, step.cfg.actor_rollout_ref.actor, step.index)
     rows = worker.update(sequences, signals, mini_batches, actor_micro_batching(step.cfg), step=step.index)
     digest = worker.weights_digest()
@@ -77,7 +80,7 @@ def update(
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     return stage.commit(
         {**columns, **{name: [value] * len(rows) for name, value in versions.items()}, "weights_digest": digests},
-        metrics=update_metrics(rows),
+        metrics={**update_metrics(rows), **_variance(old_log_probs, table["sample_id"], signals, rows)},
         shapes={
             "tokens": sum(row["tokens"] for row in rows),
             "sequences": sum(row["sequences"] for row in rows),
@@ -88,7 +91,7 @@ def update(
 
 
 def read_signals(
-    sample_ids: pa.ChunkedArray,
+    rollouts: pa.Table,
     group: np.ndarray,
     old_log_probs: Artifact,
     ref_log_probs: Artifact | None,
@@ -97,6 +100,7 @@ def read_signals(
     """What the loss needs of each token, joined by sample id."""
     from tasks.workers.policy import Signals
 
+    sample_ids, sampled = rollouts["sample_id"], rollouts["rollout_log_probs"]
     table = aligned(advantages, sample_ids, ["advantages", "loss_mask", "rollout_is_weights"])
     old = aligned(old_log_probs, sample_ids, ["old_log_probs"])
     ref = aligned(ref_log_probs, sample_ids, ["ref_log_probs"]) if ref_log_probs else None
@@ -107,6 +111,7 @@ def read_signals(
         old_log_probs=Ragged.from_arrow(old["old_log_probs"]),
         ref_log_probs=Ragged.from_arrow(ref["ref_log_probs"]) if ref else None,
         rollout_is_weights=None if weights.null_count else Ragged.from_arrow(weights),
+        rollout_log_probs=None if sampled.null_count else Ragged.from_arrow(sampled),
         group=group,
     )
 
@@ -145,18 +150,37 @@ def update_metrics(rows: list[dict]) -> dict[str, float]:
         "actor/ppo_kl": "ppo_kl",
         "actor/kl_loss": "kl_loss",
         "actor/grad_norm": "grad_norm",
+        "actor/ratio_max": "ratio_max",
     }
     made = [row for row in rows if row["skipped"] is None]
+    parts = {metric: [row[column] for row in made if row[column] is not None] for metric, column in names.items()}
     metrics = {"actor/lr": float(rows[-1]["lr"]), "actor/skipped_updates": float(len(rows) - len(made))}
-    for metric, column in names.items():
-        values = [row[column] for row in made if row[column] is not None]
-        if values:
-            metrics[metric] = float(np.mean(values))
+    metrics.update(reduce_metrics({metric: values for metric, values in parts.items() if values}))
     if rows[0]["kl_clamped"] is not None:
         metrics["actor/kl_clamped_tokens"] = float(sum(row["kl_clamped"] for row in rows))
     if made:
-        metrics["actor/ratio_max"] = float(max(row["ratio_max"] for row in made))
+        metrics["actor/first_update_log_ratio_max"] = float(made[0]["log_ratio_max"])
     return metrics
+
+
+def _variance(
+    old_log_probs: Artifact, sample_ids: pa.ChunkedArray, signals: Signals, rows: list[dict]
+) -> dict[str, float]:
+    """verl's variance proxies, where the old log-prob pass kept the sums of squared probabilities."""
+    column = aligned(old_log_probs, sample_ids, ["sum_pi_squared"])["sum_pi_squared"]
+    if column.null_count:
+        return {}
+    inside = signals.loss_mask.values
+    norms = [row["grad_norm"] for row in rows if row["skipped"] is None]
+    return variance_proxies(
+        row_of_token(signals.loss_mask)[inside],
+        len(signals.loss_mask),
+        signals.advantages.values[inside],
+        signals.old_log_probs.values[inside],
+        Ragged.from_arrow(column).values[inside],
+        gradient_norm=float(np.mean(norms)) if norms else None,
+        weights=None if signals.rollout_is_weights is None else signals.rollout_is_weights.values[inside],
+    )
 
 
 def _compare(done: Artifact, digest: str, step: int) -> None:

@@ -51,7 +51,9 @@ def artifacts(run, lengths, scores, groups, order=None):
             "seconds": [0.0] * count,
         },
     )
-    old = commit("old_log_probs", {"sample_id": ids, "group_id": groups, "old_log_probs": floats, "entropy": floats})
+    nulls = [None] * count
+    numbers = {"old_log_probs": floats, "entropy": floats, "sum_pi_squared": nulls}
+    old = commit("old_log_probs", {"sample_id": ids, "group_id": groups, **numbers})
     return rollouts, rewards, old
 
 

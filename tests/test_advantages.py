@@ -106,6 +106,45 @@ def test_rloo_compares_with_the_mean_of_the_others():
     assert per_sample("rloo", [4, 1, 1], [0, 0, 0]) == [3, -1.5, -1.5]
 
 
+def test_rloo_normalised_has_deviation_one_over_the_step():
+    cfg = AlgorithmConfig(normalize_advantages=True)
+    got = per_sample("rloo", [4, 1, 1, NAN, 0, 0], [0, 0, 0, 0, 1, 1], cfg)
+    plain = np.array([3, -1.5, -1.5, 0, 0])
+    assert got[3] == 0
+    assert np.delete(got, 3) == pytest.approx(plain / (plain.std(ddof=1) + 1e-4))
+    assert per_sample("rloo", [1, 1, 0, 0], [0, 0, 1, 1], cfg) == [0, 0, 0, 0]
+
+
+def test_grpo_against_siblings_leaves_the_sample_out_of_mean_and_deviation():
+    cfg = AlgorithmConfig(use_leave_one_out_baseline=True)
+    got = per_sample("grpo", [4, 1, 2, 7], [0, 0, 0, 0], cfg)
+    others = [np.delete([4.0, 1, 2, 7], i) for i in range(4)]
+    want = [(x - o.mean()) / o.std(ddof=1) for x, o in zip([4, 1, 2, 7], others, strict=True)]
+    assert got == pytest.approx(want, rel=1e-5)
+    plain = AlgorithmConfig(use_leave_one_out_baseline=True, norm_adv_by_std_in_grpo=False)
+    assert per_sample("grpo", [4, 1, 1], [0, 0, 0], plain) == [3, -1.5, -1.5]
+
+
+def test_grpo_against_equal_siblings_or_a_single_one_is_not_scaled():
+    cfg = AlgorithmConfig(use_leave_one_out_baseline=True)
+    got = per_sample("grpo", [1, 0.3, 0.3, 0.3], [0, 0, 0, 0], cfg)
+    assert got[0] == pytest.approx(0.7)
+    assert got[1] == pytest.approx((0.3 - 1.6 / 3) / np.std([1, 0.3, 0.3], ddof=1), rel=1e-5)
+    assert per_sample("grpo", [1, 0, 5], [0, 0, 1], cfg) == [1, -1, 0]
+    assert per_sample("grpo", [0.1] * 5, [0] * 5, cfg) == [0] * 5
+
+
+def test_grpo_can_normalise_each_reward_before_it_adds_them():
+    parts = {"big": np.array([100.0, 0.0, 0.0, 0.0]), "small": np.array([0.0, 0.1, 0.0, 0.0])}
+    cfg = AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")
+    got = per_sample("grpo", parts["big"] + parts["small"], [0, 0, 0, 0], cfg, reward_parts=parts)
+    assert got[0] == pytest.approx(got[1], rel=1e-4)
+    assert np.std(got, ddof=1) == pytest.approx(1, rel=1e-4)
+    weighed = cfg.model_copy(update={"gdpo_reward_weights": (1.0, 0.0)})
+    got = per_sample("grpo", parts["big"] + parts["small"], [0, 0, 0, 0], weighed, reward_parts=parts)
+    assert got == pytest.approx(per_sample("grpo", parts["big"], [0, 0, 0, 0]), rel=1e-4)
+
+
 def test_opo_weighs_the_baseline_by_length():
     assert per_sample("opo", [1, 0], [0, 0], lengths=[3, 1]) == [0.25, -0.75]
 
@@ -184,6 +223,21 @@ def test_the_token_baseline_weighs_returns_by_the_gradient_norm_so_far():
 @pytest.mark.parametrize("name", sorted(RELATIVE - {"gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}))
 def test_equal_scores_give_exactly_zero_whatever_the_float(name, score):
     assert per_sample(name, [score] * 7, [0] * 7) == [0.0] * 7
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("rloo", {"normalize_advantages": True}),
+        ("grpo", {"use_leave_one_out_baseline": True}),
+        ("grpo", {"multi_objective_aggregation": "normalize_then_sum"}),
+    ],
+)
+def test_a_group_of_equal_scores_beside_others_gives_exactly_zero(name, options):
+    score = np.array([0.1] * 3 + [0.1, 0.7, 3.1])
+    got = per_sample(name, score, [0] * 3 + [1] * 3, AlgorithmConfig(**options), reward_parts={"a": score})
+    assert got[:3] == [0.0] * 3
+    assert all(got[3:])
 
 
 def test_scores_that_differ_by_rounding_alone_are_equal():
@@ -278,13 +332,22 @@ def test_whitening_needs_a_sampled_token():
 # ------------------------------------------------------------------------------------------------- what holds for all
 
 
+OPTIONS = (
+    {},
+    {"use_leave_one_out_baseline": True, "normalize_advantages": True},
+    {"multi_objective_aggregation": "normalize_then_sum"},
+    {"norm_adv_std_over": "batch"},
+)
+CONFIGURATIONS = st.sampled_from([AlgorithmConfig(**options) for options in OPTIONS])
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_advantages_do_not_depend_on_the_order_of_samples(name, seed):
+@given(seed=st.integers(0, 2**32 - 1), cfg=CONFIGURATIONS)
+def test_advantages_do_not_depend_on_the_order_of_samples(name, seed, cfg):
     x = everything(seed)
     order = np.random.default_rng(seed).permutation(len(x.score))
-    result, moved = ESTIMATORS[name].load()(x, CFG), ESTIMATORS[name].load()(reorder(x, order), CFG)
+    result, moved = ESTIMATORS[name].load()(x, cfg), ESTIMATORS[name].load()(reorder(x, order), cfg)
     np.testing.assert_allclose(moved.advantages.values, result.advantages.take(order).values, rtol=1e-6, atol=1e-7)
     assert moved.no_signal == [result.no_signal[i] for i in order]
 
@@ -294,10 +357,11 @@ def test_advantages_do_not_depend_on_the_order_of_samples(name, seed):
 @given(
     seed=st.integers(0, 2**32 - 1),
     score=st.lists(st.one_of(st.just(NAN), st.floats(-(2.0**100), 2.0**100, width=32)), min_size=12, max_size=12),
+    cfg=CONFIGURATIONS,
 )
-def test_advantages_are_finite_for_any_scores_and_zero_without_a_verdict(name, seed, score):
+def test_advantages_are_finite_for_any_scores_and_zero_without_a_verdict(name, seed, score, cfg):
     x = replace(everything(seed), score=np.array(score))
-    result = ESTIMATORS[name].load()(x, CFG)
+    result = ESTIMATORS[name].load()(x, cfg)
     assert np.isfinite(result.advantages.values).all()
     assert np.isfinite(result.returns.values).all()
     for row in np.flatnonzero(np.isnan(score)):
@@ -305,12 +369,23 @@ def test_advantages_are_finite_for_any_scores_and_zero_without_a_verdict(name, s
         assert not result.in_loss[row]
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("grpo", {}),
+        ("grpo", {"norm_adv_std_over": "batch"}),
+        ("grpo", {"multi_objective_aggregation": "normalize_then_sum"}),
+        ("grpo", {"use_leave_one_out_baseline": True, "norm_adv_by_std_in_grpo": False}),
+        ("rloo", {}),
+        ("rloo", {"normalize_advantages": True}),
+        ("gpg", {}),
+    ],
+)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_advantages_of_a_group_sum_to_zero(name, seed):
+def test_the_advantages_of_a_group_sum_to_zero(name, options, seed):
     x = everything(seed)
-    result = ESTIMATORS[name].load()(x, CFG)
+    result = ESTIMATORS[name].load()(x, AlgorithmConfig(**options))
     first = np.array([row[0] for row in result.advantages], dtype=np.float64)
     np.testing.assert_allclose(np.bincount(x.group, weights=first), 0, atol=1e-5)
 

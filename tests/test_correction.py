@@ -1,24 +1,24 @@
 """Rollout correction: weights, bands, rejection and the gap between sampler and trainer, on numbers done by hand."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from storage.ragged import Ragged
 from tasks.algorithms.correction import (
-    RULES,
-    Band,
     correct,
     gap_metrics,
     importance_weights,
     mean_weight,
-    parse_band,
-    parse_rules,
     probability_gap,
     reject,
     truncate,
 )
+from tasks.algorithms.correction_rules import RULES, Band, parse_band, parse_rules
 from tasks.config import RolloutCorrectionConfig
 
 
@@ -43,7 +43,16 @@ def test_one_bound_truncates_and_a_band_zeroes_what_is_outside():
     weights = np.array([0.4, 1.0, 3.0])
     assert truncate(weights, parse_band(2.0)).tolist() == [0.4, 1.0, 2.0]
     assert truncate(weights, parse_band("0.5_2.0")).tolist() == [0.0, 1.0, 0.0]
-    assert parse_band("0.5_2") == Band(0.5, 2.0)
+    assert parse_band("0.5_2") == Band(0.5, 2.0, masks=True)
+
+
+def test_the_mode_says_whether_weights_outside_are_held_or_zeroed():
+    weights = np.array([0.0, 0.4, 1.0, 3.0])
+    assert truncate(weights, parse_band("0.5_2.0", "truncate")).tolist() == [0.0, 0.5, 1.0, 2.0]
+    assert truncate(weights, parse_band(2.0, "mask")).tolist() == [0.0, 0.4, 1.0, 0.0]
+    cfg = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="0.8_3", rollout_is_mode="truncate")
+    mask = rows([True, True], [False], dtype=bool)
+    np.testing.assert_allclose(correct(SAMPLER, TRAINER, mask, cfg).weights.values, [2, 0.8, 0], rtol=1e-6)
 
 
 def test_the_mean_weight_counts_tokens_or_sequences():
@@ -64,6 +73,10 @@ def test_the_mean_weight_counts_tokens_or_sequences():
         ("seq_mean_k3", "0.3", [True, True, False]),
         ("seq_max_k3", "0.25", [False, False, False]),
         ("seq_max_k2", "1.0", [True, True, True]),
+        ("seq_veto_k1", "0.4_3.0", [True, True, False]),
+        ("seq_veto_k1", "0.2_1.9", [False, False, True]),
+        ("seq_veto_k1", "0.6_3.0", [False, False, False]),
+        ("seq_veto_k1", "5.0", [True, True, True]),
     ],
 )
 def test_each_rejection_rule_by_hand(rule, bound, kept):
@@ -161,7 +174,7 @@ def test_weights_and_mask_do_not_depend_on_the_order_of_rows_and_stay_finite(see
     mask.values[0] = True
     cfg = RolloutCorrectionConfig(
         rollout_is=level,
-        rollout_rs=",".join(rule for rule in RULES if not rule.endswith("k1")) + ",token_k1",
+        rollout_rs=",".join(rule for rule in RULES if not rule.endswith("k1")) + ",token_k1,seq_veto_k1",
         rollout_rs_threshold="2.0",
     )
     result = correct(sampler, trainer, mask, cfg)
@@ -171,3 +184,22 @@ def test_weights_and_mask_do_not_depend_on_the_order_of_rows_and_stay_finite(see
     np.testing.assert_array_equal(moved.mask.values, result.mask.take(order).values)
     assert np.isfinite(result.weights.values).all()
     assert not (result.mask.values & ~mask.values).any()
+
+
+def test_the_rules_load_no_numpy():
+    code = "import sys, tasks.algorithms.correction_rules; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@given(seed=st.integers(0, 2**32 - 1), bound=st.sampled_from(["0.5_1.5", "0.1_8", "1.2_3", "0.01_0.9"]))
+def test_a_veto_rejects_exactly_the_sequences_that_have_a_rejected_token(seed, bound):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 5, 6)
+    mask = Ragged.from_lengths(rng.random(lengths.sum()) < 0.8, lengths)
+    log_ratio = rng.normal(0, 1, lengths.sum()) * mask.values
+    assume(mask.values.any())
+    by_token, by_row = (reject(log_ratio, mask, parse_rules(rule, bound))[0] for rule in ("token_k1", "seq_veto_k1"))
+    for row in range(6):
+        here = slice(mask.offsets[row], mask.offsets[row + 1])
+        whole = (by_token[here] == mask[row]).all()
+        assert by_row[here].tolist() == (mask[row] if whole else np.zeros_like(mask[row])).tolist()

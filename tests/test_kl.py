@@ -43,6 +43,41 @@ def test_each_estimator_at_a_log_ratio_of_one_half(kind, value, gradient):
     assert got == (pytest.approx(value), pytest.approx(gradient))
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "gradient"),
+    [
+        ("k1", -1.0, 2 * (1 - 0.5)),
+        ("k2", 0.25, 2 * (0.125 - 0.5)),
+        ("k3", 2 * (np.exp(0.5) - 1.5), 2 * -0.5),
+        ("k1+", -1.0, 2 * -0.5),
+        ("k3+", 2 * (np.exp(0.5) - 1.5), 2 * -0.5),
+    ],
+)
+def test_an_estimate_times_the_ratio_has_the_gradient_of_the_product(kind, value, gradient):
+    leaf = torch.tensor([-2.0], dtype=torch.float64, requires_grad=True)
+    ratio = (leaf + 2 + np.log(2)).exp()
+    kl = kl_estimate(leaf, torch.tensor([-1.5], dtype=torch.float64), kind, ratio)
+    (got,) = torch.autograd.grad(kl.sum(), leaf)
+    assert (kl.item(), got.item()) == (pytest.approx(value), pytest.approx(gradient))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl", "k1+", "k3+"])
+def test_times_the_ratio_the_expected_gradient_is_that_of_the_kl(kind):
+    logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
+    ref, old = (torch.tensor(x, dtype=torch.float64).log_softmax(0) for x in ([0.1, 0.5, -0.2], [0.6, 0.0, 0.0]))
+    new = logits.log_softmax(0)
+    estimate = (old.exp() * kl_estimate(new, ref, kind, (new - old).exp())).sum()
+    (got,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    (want,) = torch.autograd.grad((new.exp() * (new - ref)).sum(), logits)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_token_that_the_ratio_takes_past_the_bound_counts_as_clamped():
+    new, ref = torch.tensor([-3.0]), torch.tensor([-1.0])
+    assert kl_clamped(new, ref, "k3").tolist() == [False]
+    assert kl_clamped(new, ref, "k3", torch.tensor([4.0])).tolist() == [True]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_policies_have_no_kl(kind):
     assert value_and_gradient(-1.0, -1.0, kind)[0] == 0

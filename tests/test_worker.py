@@ -236,7 +236,7 @@ def test_shared_and_unshared_prompts_agree_in_float64(tiny_model):
     batch = to_device(seqs, np.arange(10), torch.device("cpu"))
     with torch.no_grad(), worker.model.computing():
         both = [
-            response_log_probs(worker.model, batch, temperature=1.0, share_prompts=share, entropy=True)
+            response_log_probs(worker.model, batch, temperature=1.0, share_prompts=share, entropy=True, squares=True)
             for share in (True, False)
         ]
     for shared, alone in zip(*both, strict=True):

@@ -157,21 +157,54 @@ def _within_rounding(value: np.ndarray, known: np.ndarray, number: np.ndarray) -
 # -------------------------------------------------------------------------------------------------- one per estimator
 
 
-@estimator("grpo", "grpo_vectorized", reads=("norm_adv_by_std_in_grpo", "norm_adv_std_over"))
+@estimator(
+    "grpo",
+    "grpo_vectorized",
+    reads=(
+        "norm_adv_by_std_in_grpo",
+        "norm_adv_std_over",
+        "use_leave_one_out_baseline",
+        "multi_objective_aggregation",
+        "gdpo_reward_keys",
+        "gdpo_reward_weights",
+    ),
+)
 def grpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6) -> Advantages:
     """Centre each outcome on its group's mean and divide by a standard deviation (GRPO, arXiv 2402.03300, section
     4.1.2): (r - mean) / (std + epsilon).
 
     `algorithm.norm_adv_by_std_in_grpo=false` does not divide: Dr. GRPO (arXiv 2503.20783). The deviation is the
     group's, or with `algorithm.norm_adv_std_over=batch` that of all outcomes of the step (arXiv 2508.08221).
+    `algorithm.use_leave_one_out_baseline` takes mean and deviation over the sample's siblings alone, and
+    `algorithm.multi_objective_aggregation=normalize_then_sum` normalises each reward function by itself.
     """
     outcome = inputs.outcome
     groups = group_statistics(outcome, inputs.group)
-    advantage = groups.centred
+    if cfg.multi_objective_aggregation == "normalize_then_sum":
+        # Each part sums to 0 over a group, so that the mean over the step is 0 too.
+        advantage = _normalised_parts(inputs, cfg, epsilon)
+        advantage = advantage / (_deviation(advantage[~np.isnan(outcome)]) + epsilon)
+        return _same_for_every_token(inputs, groups, advantage)
+    advantage, scale = groups.centred, groups.scale + epsilon
+    if cfg.use_leave_one_out_baseline:
+        advantage, scale = _against_siblings(groups, outcome, epsilon)
     if cfg.norm_adv_by_std_in_grpo:
-        scale = groups.scale if cfg.norm_adv_std_over == "group" else _deviation(outcome[~np.isnan(outcome)])
-        advantage = advantage / (scale + epsilon)
+        over_batch = cfg.norm_adv_std_over == "batch"
+        advantage = advantage / (_deviation(outcome[~np.isnan(outcome)]) + epsilon if over_batch else scale)
     return _same_for_every_token(inputs, groups, advantage)
+
+
+def _against_siblings(groups: Groups, outcome: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray]:
+    """[N] (outcome less its siblings' mean, their standard deviation + epsilon), as NeMo-RL has it: ddof 1; where the
+    siblings are equal or fewer than two, the divisor is 1. Nobody's sibling gets 0."""
+    n = np.maximum(groups.verdicts, 2)
+    centred = np.where(groups.verdicts >= 2, groups.centred * n / (n - 1), 0.0)
+    squares = np.bincount(groups.number, weights=groups.centred**2)[groups.number] - groups.centred**2 * n / (n - 1)
+    largest = np.zeros(len(outcome))
+    np.maximum.at(largest, groups.number, np.abs(np.nan_to_num(outcome)))
+    differ = (n > 2) & (squares > (n - 1) * (EQUAL_WITHIN * largest[groups.number]) ** 2)
+    deviation = np.sqrt(np.where(differ, squares, 0.0) / np.maximum(n - 2, 1))
+    return centred, np.where(differ, deviation + epsilon, 1.0)
 
 
 @estimator("grpo_passk", reads=("norm_adv_by_std_in_grpo",))
@@ -199,13 +232,20 @@ def grpo_passk(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float =
     return _same_for_every_token(inputs, groups, advantage)
 
 
-@estimator("rloo")
+@estimator("rloo", reads=("normalize_advantages",))
 def rloo(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
-    """Compare each outcome with the mean of the group's others (RLOO, arXiv 2402.14740): (r - mean) * n / (n - 1)."""
-    groups = group_statistics(inputs.outcome, inputs.group)
+    """Compare each outcome with the mean of the group's others (RLOO, arXiv 2402.14740): (r - mean) * n / (n - 1).
+
+    `algorithm.normalize_advantages` then divides them by their standard deviation over the step, plus 1e-4, as TRL
+    does; their mean is 0 already.
+    """
+    outcome = inputs.outcome
+    groups = group_statistics(outcome, inputs.group)
     others = np.maximum(groups.verdicts - 1, 1)
-    factor = np.where(groups.verdicts >= 2, groups.verdicts / others, 1.0)
-    return _same_for_every_token(inputs, groups, groups.centred * factor)
+    advantage = groups.centred * np.where(groups.verdicts >= 2, groups.verdicts / others, 1.0)
+    if cfg.normalize_advantages:
+        advantage = advantage / (_deviation(advantage[~np.isnan(outcome)]) + 1e-4)
+    return _same_for_every_token(inputs, groups, advantage)
 
 
 @estimator("rloo_vectorized")
@@ -302,6 +342,18 @@ def gdpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6)
     `algorithm.gdpo_reward_keys` chooses the functions, all by default, and `algorithm.gdpo_reward_weights` weighs them.
     A function without a value for a sample adds 0 to it and leaves it out of its statistics.
     """
+    groups = group_statistics(inputs.outcome, inputs.group)
+    tokens = broadcast(_normalised_parts(inputs, cfg, epsilon), inputs.mask)
+    advantages = _whitened(tokens, _comparable_tokens(inputs, groups), inputs.mask)
+    return _result(inputs, groups, advantages, advantages)
+
+
+def _normalised_parts(inputs: AdvantageInput, cfg: AlgorithmConfig, epsilon: float) -> np.ndarray:
+    """[N] weighted sum of the reward functions, each normalised within the group.
+
+    Raises:
+        ValueError: `gdpo_reward_keys` names an unknown function, or `gdpo_reward_weights` does not weigh each of them.
+    """
     names = cfg.gdpo_reward_keys or tuple(inputs.reward_parts)
     if missing := [name for name in names if name not in inputs.reward_parts]:
         raise ValueError(
@@ -311,14 +363,11 @@ def gdpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6)
     weights = cfg.gdpo_reward_weights or (1.0,) * len(names)
     if len(weights) != len(names):
         raise ValueError(f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(names)} rewards")
-    groups = group_statistics(inputs.outcome, inputs.group)
     total = np.zeros(len(inputs.group))
     for name, weight in zip(names, weights, strict=True):
         part = group_statistics(np.where(np.isnan(inputs.outcome), np.nan, inputs.reward_parts[name]), inputs.group)
         total += weight * part.centred / (part.scale + epsilon)
-    tokens = broadcast(total, inputs.mask)
-    advantages = _whitened(tokens, _comparable_tokens(inputs, groups), inputs.mask)
-    return _result(inputs, groups, advantages, advantages)
+    return total
 
 
 @estimator("optimal_token_baseline", needs=("old_log_probs", "sum_pi_squared"))

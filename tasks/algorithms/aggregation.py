@@ -110,6 +110,11 @@ def aggregate(loss: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> 
     return (rows * weights.to(device=rows.device, dtype=wide)).sum()
 
 
+def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B] mean of [B, R] values over each row's mask; 0 for an empty row."""
+    return torch.where(mask, values, torch.zeros_like(values)).sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
+
+
 def masked_sum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Sum of [B, R] values where the mask is true, as float64: the part of a metric that adds up over micro-batches."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).double().sum()

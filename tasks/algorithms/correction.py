@@ -14,44 +14,13 @@ from typing import Literal
 import numpy as np
 
 from storage.ragged import Ragged
+from tasks.algorithms.correction_rules import Band, Rule, parse_band, parse_rules
 from tasks.config import RolloutCorrectionConfig
 
 MAX_LOG_RATIO = 20.0
 """Log ratios, and their sums over a sequence, are held within this before they are exponentiated."""
 
 Level = Literal["token", "sequence"]
-
-
-@dataclass(frozen=True)
-class Band:
-    """Bounds of an importance weight.
-
-    Attributes:
-        low: None: weights above `high` are truncated to it; else weights outside are 0.
-        high: upper bound.
-    """
-
-    low: float | None
-    high: float
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One rejection rule: `<level>_k<n>`.
-
-    Attributes:
-        name: as in the configuration, such as `seq_mean_k1`.
-        over: token, seq_sum, seq_mean or seq_max.
-        estimator: k1, k2 or k3 of KL(rollout || train).
-        low: lower bound of the statistic; None: there is none.
-        high: upper bound of the statistic.
-    """
-
-    name: str
-    over: str
-    estimator: str
-    low: float | None
-    high: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +59,7 @@ def correct(rollout: Ragged, train: Ragged, mask: Ragged, cfg: RolloutCorrection
     metrics = {}
     weights = None
     if cfg.rollout_is is not None:
-        band = parse_band(cfg.rollout_is_threshold)
+        band = parse_band(cfg.rollout_is_threshold, cfg.rollout_is_mode)
         raw = importance_weights(log_ratio, mask, cfg.rollout_is)
         flat = truncate(raw, band)
         metrics.update(_weight_metrics(log_ratio, raw, flat, rows, cfg.rollout_is, band))
@@ -101,81 +70,6 @@ def correct(rollout: Ragged, train: Ragged, mask: Ragged, cfg: RolloutCorrection
         metrics.update(rejection)
     metrics.update(gap_metrics(rollout, train, mask))
     return Correction(weights, Ragged(kept, mask.offsets), {f"rollout_corr/{k}": v for k, v in metrics.items()})
-
-
-# ----------------------------------------------------------------------------------------------------- configuration
-
-
-def parse_band(threshold: float | str) -> Band:
-    """Read `rollout_is_threshold`: one upper bound, or `low_high`.
-
-    Raises:
-        ValueError: it is neither, or the bounds are not 0 <= low < high.
-    """
-    key = "algorithm.rollout_correction.rollout_is_threshold"
-    bounds = _numbers(key, threshold)
-    if len(bounds) == 1 and bounds[0] > 0:
-        return Band(None, bounds[0])
-    if len(bounds) == 2 and 0 < bounds[0] < bounds[1]:
-        return Band(bounds[0], bounds[1])
-    raise ValueError(f"{key}={threshold!r} must be a number above 0, or low_high with 0 < low < high, such as 0.5_2.0")
-
-
-def parse_rules(names: str, thresholds: float | str | None) -> list[Rule]:
-    """Read `rollout_rs` and `rollout_rs_threshold`: rules, and one bound for each, both comma-separated.
-
-    k1 takes `low_high` (or one number u for 1/u_u): bounds of the inverse ratio pi_rollout / pi_train. k2 and k3 take
-    an upper bound in nats. One bound serves several rules.
-
-    Raises:
-        ValueError: an unknown rule, a missing bound, or one that cannot be met.
-    """
-    key, bound_key = (f"algorithm.rollout_correction.rollout_rs{end}" for end in ("", "_threshold"))
-    wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    if not wanted:
-        raise ValueError(f"{key}={names!r} names no rule; set it to null, or to some of {', '.join(RULES)}")
-    if thresholds is None:
-        raise ValueError(f"{key}={names!r} needs {bound_key}: one bound for each rule, comma-separated")
-    bounds = [part.strip() for part in str(thresholds).split(",") if part.strip()]
-    if len(bounds) == 1:
-        bounds = bounds * len(wanted)
-    if len(bounds) != len(wanted):
-        raise ValueError(f"{bound_key}={thresholds!r} has {len(bounds)} bounds for the {len(wanted)} rules of {key}")
-    return [_rule(key, bound_key, name, bound) for name, bound in zip(wanted, bounds, strict=True)]
-
-
-RULES = tuple(
-    f"{over}_{estimator}"
-    for over in ("token", "seq_sum", "seq_mean", "seq_max")
-    for estimator in ("k1", "k2", "k3")
-    if (over, estimator) != ("seq_max", "k1")
-)
-"""All rejection rules."""
-
-
-def _rule(key: str, bound_key: str, name: str, bound: str) -> Rule:
-    if name not in RULES:
-        raise ValueError(f"{key}: no rejection rule is called {name!r}; there are {', '.join(RULES)}")
-    over, estimator = name.rsplit("_", 1)
-    numbers = _numbers(bound_key, bound)
-    if min(numbers) <= 0 or len(numbers) > 2 or (len(numbers) == 2 and numbers[0] >= numbers[1]):
-        raise ValueError(f"{bound_key}: {bound!r} for {name} must be above 0, and low_high must have low < high")
-    if estimator == "k1":
-        low, high = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
-        return Rule(name, over, estimator, math.log(low), math.log(high))
-    if len(numbers) == 2:
-        raise ValueError(f"{bound_key}: {bound!r} for {name} has two bounds, but {estimator} has only an upper one")
-    return Rule(name, over, estimator, None, numbers[0])
-
-
-def _numbers(key: str, text: float | str) -> list[float]:
-    try:
-        numbers = [float(part) for part in str(text).split("_")]
-    except ValueError:
-        raise ValueError(f"{key}={text!r} is no number and no low_high") from None
-    if not all(math.isfinite(number) for number in numbers):
-        raise ValueError(f"{key}={text!r} is not finite")
-    return numbers
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
@@ -198,10 +92,10 @@ def importance_weights(log_ratio: np.ndarray, mask: Ragged, level: Level) -> np.
 
 
 def truncate(weights: np.ndarray, band: Band) -> np.ndarray:
-    """Weights no larger than the upper bound; with a lower bound, weights outside the band are 0."""
-    if band.low is None:
-        return np.minimum(weights, band.high)
-    return np.where((weights >= band.low) & (weights <= band.high), weights, 0.0)
+    """Weights held within the band, or those outside it set to 0; a weight of 0, which is no token's, stays 0."""
+    low = 0.0 if band.low is None else band.low
+    inside = (weights >= low) & (weights <= band.high)
+    return np.where(inside, weights, 0.0 if band.masks else weights.clip(low, band.high) * (weights > 0))
 
 
 def mean_weight(weights: np.ndarray, mask: Ragged, level: Level) -> float:
@@ -243,8 +137,17 @@ def _statistic(log_ratio: np.ndarray, rows: _Rows, rule: Rule) -> tuple[np.ndarr
     token = {"k1": -held, "k2": 0.5 * held**2, "k3": np.exp(held) - 1 - held}[rule.estimator]
     if rule.over == "token":
         return token, rows.means(token)
-    by_row = {"seq_sum": rows.sums, "seq_mean": rows.means, "seq_max": rows.maxima}[rule.over](token)
+    if rule.over == "seq_veto":
+        by_row = rows.farthest(token, _middle(rule))
+    else:
+        by_row = {"seq_sum": rows.sums, "seq_mean": rows.means, "seq_max": rows.maxima}[rule.over](token)
     return by_row[rows.row], by_row
+
+
+def _middle(rule: Rule) -> float:
+    """Middle of the rule's bounds: a row has a token outside them when the one farthest from it is."""
+    assert rule.low is not None, f"{rule.name} has two bounds"
+    return (rule.low + rule.high) / 2
 
 
 # ------------------------------------------------------------------------------------------------------------ metrics
@@ -278,6 +181,11 @@ class _Rows:
         largest = np.full(self.number, -np.inf)
         np.maximum.at(largest, self.row[self.mask], values[self.mask])
         return np.where(self.counts > 0, largest, 0.0)
+
+    def farthest(self, values: np.ndarray, middle: float) -> np.ndarray:
+        """The value of each row that is farthest from the middle; that itself for a row without any."""
+        above, below = self.maxima(values - middle), self.maxima(middle - values)
+        return middle + np.where(above >= below, above, -below)
 
     def mean(self, values: np.ndarray) -> float:
         return float(values[self.mask].mean())

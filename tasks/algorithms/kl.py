@@ -18,7 +18,9 @@ MAX_K3 = 10.0
 """k3: the largest value of one token; beyond it a token is a constant and has no gradient."""
 
 
-def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLType) -> torch.Tensor:
+def kl_estimate(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLType, ratio: torch.Tensor | None = None
+) -> torch.Tensor:
     """Estimate KL(policy || reference) at each sampled token, in nats.
 
     Names: kl = k1; abs = |k1|; mse = k2; low_var_kl = k3. A trailing `+` keeps the value and takes the gradient of k2,
@@ -28,44 +30,52 @@ def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLTy
         log_probs: of the policy, any shape.
         ref_log_probs: of the reference, same shape.
         kind: `actor.kl_loss_type` or `algorithm.kl_penalty`.
+        ratio: of the policy's probability to the sampling policy's, with gradient, same shape. The estimate is
+            multiplied by it, which makes it and the gradient of k1 and k3 unbiased for tokens that an older policy
+            sampled (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). None: 1.
 
     Returns:
-        Same shape, finite for finite inputs; k3 is within 0 .. 10.
+        Same shape, finite for finite inputs; k3, times the ratio, is within 0 .. 10.
 
     Raises:
         ValueError: no such estimator.
     """
-    value = _estimate(log_probs, ref_log_probs, kind.removesuffix("+"))
+    gap = log_probs - ref_log_probs
+    value = _estimate(gap, kind.removesuffix("+"), ratio)
     if not kind.endswith("+"):
         return value
-    k2 = _estimate(log_probs, ref_log_probs, "k2")
+    # The gradient of k2 alone is that of the KL: the ratio weighs it, but adds no gradient of its own.
+    k2 = _estimate(gap, "k2", None if ratio is None else ratio.detach())
     return k2 - k2.detach() + value.detach()
 
 
-def _estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
-    gap = log_probs - ref_log_probs
+def _estimate(gap: torch.Tensor, kind: str, ratio: torch.Tensor | None) -> torch.Tensor:
+    weight = 1.0 if ratio is None else ratio
     if kind in ("kl", "k1"):
-        return gap
+        return weight * gap
     if kind == "abs":
-        return gap.abs()
+        return weight * gap.abs()
     if kind in ("mse", "k2"):
-        return 0.5 * gap.square()
+        return weight * (0.5 * gap.square())
     if kind in ("low_var_kl", "k3"):
         log_r = (-gap).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return (log_r.exp() - log_r - 1).clamp(-MAX_K3, MAX_K3)
+        return (weight * (log_r.exp() - log_r - 1)).clamp(-MAX_K3, MAX_K3)
     raise ValueError(
         f"no KL estimator is called {kind!r} (actor_rollout_ref.actor.kl_loss_type, algorithm.kl_penalty); "
         "there are kl, k1, abs, mse, k2, low_var_kl, k3, each with or without a trailing +"
     )
 
 
-def kl_clamped(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLType) -> torch.Tensor:
+def kl_clamped(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLType, ratio: torch.Tensor | None = None
+) -> torch.Tensor:
     """Which tokens `kl_estimate` holds at a bound: bool, same shape; sum over the loss mask for the metric."""
     log_r = (ref_log_probs - log_probs).detach()
     if kind.removesuffix("+") not in ("low_var_kl", "k3"):
         return torch.zeros_like(log_r, dtype=torch.bool)
     held = log_r.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (log_r.abs() > MAX_LOG_RATIO) | (held.exp() - held - 1 > MAX_K3)
+    weight = 1.0 if ratio is None else ratio.detach()
+    return (log_r.abs() > MAX_LOG_RATIO) | (weight * (held.exp() - held - 1) > MAX_K3)
 
 
 def kl_in_reward(

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
 import torch
 
 from storage.ragged import Ragged
+from tasks.algorithms.aggregation import sequence_mean
 from tasks.algorithms.correction import correct, mean_weight
+from tasks.algorithms.token_masks import highest_entropy, near_the_sampler
 from tasks.algorithms.variants import LOSSES, Variant, loss
 from tasks.config import ActorConfig, LossAggregation, RolloutCorrectionConfig
 
@@ -41,6 +44,9 @@ class LossBatch:
         mask: [B, R] bool, true: the token takes part in the loss. Padding must be finite in all tensors.
         rollout_is_weights: [B, R] importance weights for the gap between sampler and trainer; None: all 1.
         selected: [B, R] bool, the tokens that `prepare_mini_batch` chose; None: the loss chooses none.
+        rollout_log_probs: [B, R] of the sampler, for `off_policy_mask_threshold`; None: the old ones stand for them.
+        entropy: [B, R] of the policy at each token, nats; read by `prepare_mini_batch` where `needs_entropy` says so.
+        high_entropy: [B, R] bool, the tokens that alone have a loss, as it chose them; None: all have.
     """
 
     log_probs: torch.Tensor
@@ -49,6 +55,9 @@ class LossBatch:
     mask: torch.Tensor
     rollout_is_weights: torch.Tensor | None = None
     selected: torch.Tensor | None = None
+    rollout_log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    high_entropy: torch.Tensor | None = None
 
 
 TokenMetrics = dict[str, torch.Tensor]
@@ -75,27 +84,29 @@ def vanilla(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMe
 def gspo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """PPO's clip on the geometric mean of a sequence's ratios, whose gradient each token carries (GSPO-token, arXiv
     2507.18071, section 4.3). Meant for narrow clip ranges, such as 3e-4 and 4e-4, and `seq-mean-token-mean`."""
-    log_ratio = batch.log_probs - batch.old_log_probs
-    sequence = sequence_mean(log_ratio, batch.mask).unsqueeze(-1)
-    held_log = (batch.log_probs - batch.log_probs.detach() + sequence.detach()).clamp(max=MAX_SEQUENCE_LOG_RATIO)
-    free, held = clipped_surrogate(held_log.exp(), batch.advantages, actor)
+    ratio, log_ratio = sequence_ratio(batch)
+    free, held = clipped_surrogate(ratio, batch.advantages, actor)
     return weighted(torch.maximum(free, held), batch), token_metrics(-log_ratio, held > free)
 
 
-@loss("sapo", reads=("policy_loss.tau_pos", "policy_loss.tau_neg"), aggregation="seq-mean-token-mean")
+@loss(
+    "sapo",
+    reads=("policy_loss.tau_pos", "policy_loss.tau_neg", "policy_loss.importance_sampling_level"),
+    aggregation="seq-mean-token-mean",
+)
 def sapo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """A soft gate, 4 / tau * sigmoid(tau * (ratio - 1)), in place of the clip (SAPO, arXiv 2511.20347)."""
-    ratio, log_ratio = probability_ratio(batch)
+    ratio, log_ratio = _ratio_at_level(batch, actor)
     positive, others = (ratio.new_tensor(tau) for tau in (actor.policy_loss.tau_pos, actor.policy_loss.tau_neg))
     tau = torch.where(batch.advantages > 0, positive, others)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return weighted(-gate * batch.advantages, batch), token_metrics(-log_ratio)
 
 
-@loss("cispo", reads=("clip_ratio", "clip_ratio_low", "clip_ratio_high"))
+@loss("cispo", reads=("clip_ratio", "clip_ratio_low", "clip_ratio_high", "policy_loss.importance_sampling_level"))
 def cispo(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
     """REINFORCE weighted by the clipped ratio, which carries no gradient (CISPO, MiniMax-M1, arXiv 2506.13585)."""
-    ratio, log_ratio = probability_ratio(batch)
+    ratio, log_ratio = _ratio_at_level(batch, actor)
     held = ratio.clamp(1 - actor.clip_low, 1 + actor.clip_high)
     loss = -held.detach() * batch.advantages * batch.log_probs
     return weighted(loss, batch), token_metrics(-log_ratio, held != ratio)
@@ -254,10 +265,28 @@ def _largest(values: torch.Tensor, number: int) -> torch.Tensor:
 def policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig) -> PolicyLoss:
     """The loss in force: `loss_mode`, or in bypass mode the one of `rollout_correction.loss_type`.
 
+    With `policy_loss.off_policy_mask_threshold` or `top_entropy_quantile`, tokens that they leave out have loss 0.
+
     Raises:
         ValueError: no such loss.
     """
-    return _variant(actor, correction).load()
+    function: PolicyLoss = _variant(actor, correction).load()
+    masks = needs_entropy(actor) or actor.policy_loss.off_policy_mask_threshold is not None
+    return partial(_masked, function) if masks else function
+
+
+def _masked(function: PolicyLoss, batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMetrics]:
+    """A loss without the tokens that two options leave out: `off_policy_masked` is the share of the first."""
+    loss, metrics = function(batch, actor)
+    threshold = actor.policy_loss.off_policy_mask_threshold
+    if threshold is not None:
+        sampler = batch.old_log_probs if batch.rollout_log_probs is None else batch.rollout_log_probs
+        near = near_the_sampler(batch.log_probs, sampler, batch.advantages, batch.mask, threshold)
+        loss, metrics = torch.where(near, loss, 0.0), {**metrics, "off_policy_masked": (~near).float()}
+    if needs_entropy(actor):
+        assert batch.high_entropy is not None, "top_entropy_quantile needs prepare_mini_batch"
+        loss = torch.where(batch.high_entropy, loss, 0.0)
+    return loss, metrics
 
 
 def _variant(actor: ActorConfig, correction: RolloutCorrectionConfig) -> Variant:
@@ -289,6 +318,12 @@ def needs_current_log_probs(actor: ActorConfig, correction: RolloutCorrectionCon
     return _variant(actor, correction).selects is not None or (correction.bypass_mode and corrected)
 
 
+def needs_entropy(actor: ActorConfig) -> bool:
+    """Whether `prepare_mini_batch` needs the entropy of the policy as it is at this optimizer step, at each token of
+    the mini-batch, which costs the same forward pass."""
+    return actor.policy_loss.top_entropy_quantile < 1
+
+
 def prepare_mini_batch(batch: LossBatch, actor: ActorConfig, correction: RolloutCorrectionConfig) -> LossBatch:
     """Settle what depends on the whole mini-batch; its rows are then cut into micro-batches.
 
@@ -297,25 +332,37 @@ def prepare_mini_batch(batch: LossBatch, actor: ActorConfig, correction: Rollout
     their mean over the mask that comes in, where `rollout_is_batch_normalize` asks for it.
 
     Args:
-        batch: all M rows of the global mini-batch; see `needs_current_log_probs`.
+        batch: all M rows of the global mini-batch; see `needs_current_log_probs` and `needs_entropy`.
         actor: `actor_rollout_ref.actor`.
         correction: `algorithm.rollout_correction`.
 
     Returns:
-        The batch with its final mask, weights and selection.
+        The batch with its final mask, weights and selections.
     """
     with torch.no_grad():
-        weights, mask = batch.rollout_is_weights, batch.mask
-        if correction.bypass_mode and needs_current_log_probs(actor, correction) and bool(mask.any()):
-            weights, mask = _correct_in_bypass(batch, correction)
-        if weights is not None and correction.rollout_is is not None and correction.rollout_is_batch_normalize:
-            mean = mean_weight(_flat(weights), _ragged(batch.mask), correction.rollout_is) if batch.mask.any() else 1.0
-            weights = weights / mean
-        if correction.bypass_mode and correction.loss_type == "ppo_clip":
-            weights = None
-        batch = replace(batch, mask=mask, rollout_is_weights=weights)
+        batch = _corrected(batch, actor, correction)
+        if needs_entropy(actor):
+            assert batch.entropy is not None, "top_entropy_quantile needs the entropy of the mini-batch's tokens"
+            kept = highest_entropy(batch.entropy, batch.mask, actor.policy_loss.top_entropy_quantile)
+            batch = replace(batch, high_entropy=kept)
         select = _variant(actor, correction).load_selection()
-        return batch if select is None else replace(batch, selected=select(batch, actor))
+        return replace(batch, entropy=None, selected=None if select is None else select(batch, actor))
+
+
+def _corrected(batch: LossBatch, actor: ActorConfig, correction: RolloutCorrectionConfig) -> LossBatch:
+    """The batch with its final mask and weights."""
+    weights, mask = batch.rollout_is_weights, batch.mask
+    if correction.bypass_mode and needs_current_log_probs(actor, correction) and bool(mask.any()):
+        weights, mask = _correct_in_bypass(batch, correction)
+    if weights is not None and correction.rollout_is is not None and correction.rollout_is_batch_normalize:
+        mean = mean_weight(_flat(weights), _ragged(batch.mask), correction.rollout_is) if batch.mask.any() else 1.0
+        weights = weights / mean
+    if correction.bypass_mode and correction.loss_type == "ppo_clip":
+        weights = None
+    if weights is not None and correction.rollout_is == "sequence" and _variant(actor, correction).multiplies_weights:
+        # A sequence's weight is that of each of its tokens: their product must be the weight, not a power of it.
+        weights = weights.pow(1 / mask.sum(dim=-1, keepdim=True).clamp(min=1))
+    return replace(batch, mask=mask, rollout_is_weights=weights)
 
 
 def _correct_in_bypass(
@@ -356,16 +403,25 @@ def probability_ratio(batch: LossBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return log_ratio.exp(), log_ratio
 
 
+def sequence_ratio(batch: LossBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, R] (geometric mean of the ratios of each token's sequence, with the gradient of the token's own; the log
+    ratio of each token). The logarithm of the mean is at most 10."""
+    log_ratio = batch.log_probs - batch.old_log_probs
+    sequence = sequence_mean(log_ratio, batch.mask).unsqueeze(-1)
+    held = (batch.log_probs - batch.log_probs.detach() + sequence.detach()).clamp(max=MAX_SEQUENCE_LOG_RATIO)
+    return held.exp(), log_ratio
+
+
+def _ratio_at_level(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    at_sequence = actor.policy_loss.importance_sampling_level == "sequence"
+    return sequence_ratio(batch) if at_sequence else probability_ratio(batch)
+
+
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, actor: ActorConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, R] (PPO's loss with the ratio as it is, with the clipped one); the larger of the two is the loss."""
     return -advantages * ratio, -advantages * ratio.clamp(1 - actor.clip_low, 1 + actor.clip_high)
-
-
-def sequence_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B] mean of [B, R] values over each row's mask; 0 for an empty row."""
-    return torch.where(mask, values, torch.zeros_like(values)).sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
 
 
 def weighted(loss: torch.Tensor, batch: LossBatch) -> torch.Tensor:

@@ -33,7 +33,11 @@ def estimator(
 
 
 def loss(
-    *names: str, reads: tuple[str, ...] = (), aggregation: str | None = None, selects: str | None = None
+    *names: str,
+    reads: tuple[str, ...] = (),
+    aggregation: str | None = None,
+    selects: str | None = None,
+    multiplies_weights: bool = False,
 ) -> Callable[[F], F]:
     """Declare a policy loss: `(LossBatch, ActorConfig) -> (loss of each token, metrics of each token)`.
 
@@ -42,6 +46,7 @@ def loss(
         reads: keys below `actor_rollout_ref.actor` that change its result.
         aggregation: how it is always aggregated, whatever `actor.loss_agg_mode` says; None: as that says.
         selects: function of the same module that chooses tokens out of the whole mini-batch; None: it chooses none.
+        multiplies_weights: it takes the product of the rollout-correction weights of a sequence's tokens.
     """
     return lambda function: function
 
@@ -58,6 +63,7 @@ class Variant:
     reads: tuple[str, ...] = ()
     aggregation: str | None = None
     selects: str | None = None
+    multiplies_weights: bool = False
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""

@@ -1,7 +1,7 @@
 """The planner: the shape of a step's work from the configuration and the sizes of the data. Pure: no tensors, no I/O.
 
-Counts are in numbers.py, refusals in shape_rules.py and content_rules.py, warnings in warnings.py, the stage table in
-stages.py.
+Counts are in numbers.py, refusals in shape_rules.py, content_rules.py and algorithm_rules.py, warnings in warnings.py
+and no_effect.py, the stage table in stages.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tasks.config import RunConfig
+from tasks.geometry.algorithm_rules import ALGORITHM_RULES
 from tasks.geometry.content_rules import CONTENT_RULES
 from tasks.geometry.numbers import Cut, Facts, Mesh, ModelLimits, Numbers, count
-from tasks.geometry.problems import Nearest, Problem, find_problems, with_value
+from tasks.geometry.problems import Nearest, PlanWarning, Problem, find_problems, with_value
 from tasks.geometry.shape_rules import SHAPE_RULES
 from tasks.geometry.stages import StageShape, stage_shapes
-from tasks.geometry.warnings import PlanWarning, find_warnings
+from tasks.geometry.warnings import find_warnings
 
 __all__ = [
     "Cut",
@@ -82,7 +83,7 @@ def plan(
     return Plan(
         **{field.name: getattr(numbers, field.name) for field in fields(numbers)},
         stages=stage_shapes(cfg, numbers),
-        problems=find_problems((*SHAPE_RULES, *CONTENT_RULES), cfg, numbers, facts),
+        problems=find_problems((*SHAPE_RULES, *CONTENT_RULES, *ALGORITHM_RULES), cfg, numbers, facts),
         warnings=find_warnings(cfg, numbers, facts),
     )
 

@@ -1,14 +1,13 @@
-"""The rules of lengths, data, sampling and algorithm: what cannot make a step is refused before a load. Pure."""
+"""The rules of lengths, data and validation: what cannot make a step is refused before a load. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tasks.algorithms.variants import ESTIMATORS
 from tasks.config import RunConfig
 from tasks.geometry.numbers import Facts, Numbers
 from tasks.geometry.problems import Draft, Rule, Try
-from tasks.geometry.shape_rules import GEN_BATCH, ROLLOUT, SAMPLES, TRAIN_BATCH, samples_try
+from tasks.geometry.shape_rules import GEN_BATCH, ROLLOUT, TRAIN_BATCH
 
 # ------------------------------------------------------------------------------------------------ lengths and data
 
@@ -108,30 +107,7 @@ def _check_data_size(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator
         )
 
 
-# ------------------------------------------------------------------------------------------- sampling and algorithm
-
-
-def _check_groups(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
-    estimator, n = cfg.algorithm.adv_estimator, numbers.samples_per_prompt
-    if ESTIMATORS[estimator].relative and n < 2:
-        yield Draft(
-            "GROUP_OF_ONE",
-            (SAMPLES, "algorithm.adv_estimator"),
-            f"algorithm.adv_estimator={estimator} compares a response with others of its prompt, and {SAMPLES}=1 "
-            "leaves none (verl then takes the raw reward for the advantage). reinforce_plus_plus works with one.",
-            f"{SAMPLES} {n} must be >= 2",
-            (samples_try(numbers),),
-        )
-    rollout = cfg.actor_rollout_ref.rollout
-    if n > 1 and (rollout.temperature == 0 or not rollout.do_sample):
-        cause = f"{ROLLOUT}.temperature=0" if rollout.temperature == 0 else f"{ROLLOUT}.do_sample=false"
-        yield Draft(
-            "GREEDY_GROUP",
-            (f"{ROLLOUT}.temperature" if rollout.temperature == 0 else f"{ROLLOUT}.do_sample", SAMPLES),
-            f"{cause} samples greedily, so the {n} responses of a prompt are identical and no group has a signal. Set "
-            f"{ROLLOUT}.do_sample=true and a temperature above 0.",
-            f"{SAMPLES} {n} > 1 needs do_sample=true and temperature > 0",
-        )
+# ----------------------------------------------------------------------------------------------------------- sampling
 
 
 def _check_validation_sampling(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
@@ -146,41 +122,9 @@ def _check_validation_sampling(cfg: RunConfig, numbers: Numbers, facts: Facts) -
         )
 
 
-def _check_rollout_correction(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
-    correction, where = cfg.algorithm.rollout_correction, "algorithm.rollout_correction"
-    used = [
-        f"{where}.{name}"
-        for name, on in (
-            ("bypass_mode", correction.bypass_mode),
-            ("rollout_is", correction.rollout_is),
-            ("rollout_rs", correction.rollout_rs),
-        )
-        if on
-    ]
-    key = f"{ROLLOUT}.calculate_log_probs"
-    if used and not cfg.actor_rollout_ref.rollout.calculate_log_probs:
-        yield Draft(
-            "ROLLOUT_LOG_PROBS",
-            (key, *used),
-            f"{' and '.join(used)} reads the engine's log-probs, which {key}=false does not keep. Set it to true.",
-            "rollout correction needs rollout_log_probs",
-        )
-
-
-def _check_loss(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
-    loss, key = cfg.actor_rollout_ref.actor.policy_loss, "actor_rollout_ref.actor.policy_loss.dro_beta"
-    if loss.loss_mode == "dro" and loss.dro_beta is None:
-        yield Draft(
-            "DRO_BETA", (key,), f"policy_loss.loss_mode=dro needs {key}, such as 0.1.", f"{key} must be > 0", ()
-        )
-
-
 CONTENT_RULES: tuple[Rule, ...] = (
     _check_lengths,
     _check_overlong_buffer,
     _check_data_size,
-    _check_groups,
     _check_validation_sampling,
-    _check_rollout_correction,
-    _check_loss,
 )

@@ -1,10 +1,12 @@
-"""What a refusal says: code, keys, rule with arithmetic, and the nearest values that the planner accepts. Pure."""
+"""What a refusal says: code, keys, rule with arithmetic, and the nearest values that the planner accepts; and what a
+warning says. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -82,6 +84,22 @@ class Draft:
 
 
 Rule = Callable[[RunConfig, Numbers, Facts], Iterator[Draft]]
+
+
+@dataclass(frozen=True)
+class PlanWarning:
+    """Something to know; `info` where it is often intended."""
+
+    code: str
+    keys: tuple[str, ...]
+    message: str
+    level: Literal["warning", "info"] = "warning"
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+
+Look = Callable[[RunConfig, Numbers, Facts], Iterator[PlanWarning]]
 
 
 def find_problems(rules: Sequence[Rule], cfg: RunConfig, numbers: Numbers, facts: Facts) -> tuple[Problem, ...]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Literal
 
-from tasks.config import RunConfig
+from tasks.algorithms.variants import LOSSES
+from tasks.config import ActorConfig, RunConfig
+from tasks.geometry.algorithm_rules import (
+    CORRECTION,
+    FILTER,
+    loss_in_force,
+    normalised_one_by_one,
+    users_of_rollout_log_probs,
+)
+from tasks.geometry.no_effect import keys_without_effect
 from tasks.geometry.numbers import Facts, Numbers
+from tasks.geometry.problems import Look, PlanWarning
 from tasks.geometry.shape_rules import (
     ACTOR,
     DEVICES,
@@ -21,22 +30,6 @@ from tasks.geometry.shape_rules import (
     TP,
     TRAIN_BATCH,
 )
-
-
-@dataclass(frozen=True)
-class PlanWarning:
-    """Something to know; `info` where it is often intended."""
-
-    code: str
-    keys: tuple[str, ...]
-    message: str
-    level: Literal["warning", "info"] = "warning"
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.message}"
-
-
-_Look = Callable[[RunConfig, Numbers, Facts], Iterator[PlanWarning]]
 
 
 def find_warnings(cfg: RunConfig, numbers: Numbers, facts: Facts) -> tuple[PlanWarning, ...]:
@@ -56,20 +49,11 @@ def _of_batches(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
             f"prompts{per_rank}. Each is divided by its own count, so the short one takes an optimizer step of full "
             "size on fewer sequences.",
         )
-    if numbers.on_policy:
+    if numbers.on_policy and not cfg.algorithm.rollout_correction.bypass_mode:
         yield PlanWarning(
             "ON_POLICY",
             (MINI, f"{ACTOR}.ppo_epochs"),
             "one optimizer step per step: the ratio is 1 up to rounding when it is made, so nothing is clipped.",
-            "info",
-        )
-    filtered = cfg.algorithm.filter_groups
-    if filtered.enable:
-        yield PlanWarning(
-            "FILTER_GROUPS",
-            ("algorithm.filter_groups.enable", GEN_BATCH),
-            f"a step makes as many generate calls of {numbers.gen_batch_prompts} prompts as it takes to keep "
-            f"{numbers.prompts_per_step} groups with a signal; steps per epoch are the most there can be.",
             "info",
         )
 
@@ -167,7 +151,7 @@ def _of_lengths(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
 
 
 def _of_sampling(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
-    rollout, correction = cfg.actor_rollout_ref.rollout, cfg.algorithm.rollout_correction
+    rollout = cfg.actor_rollout_ref.rollout
     filtered = [
         f"{ROLLOUT}.{name}={value}"
         for name, value, on in (
@@ -176,12 +160,14 @@ def _of_sampling(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Pla
         )
         if on
     ]
-    if filtered and (correction.bypass_mode or correction.rollout_is or correction.rollout_rs):
+    users = users_of_rollout_log_probs(cfg)
+    if filtered and users:
         yield PlanWarning(
             "FILTERED_SAMPLING",
-            (f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k", "algorithm.rollout_correction"),
-            f"{' and '.join(filtered)} samples from a cut distribution, so rollout correction compares log-probs of "
-            "two different ones.",
+            (f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k", *users),
+            f"{' and '.join(filtered)} cuts the distribution that tokens are drawn from, and the engine's log-probs "
+            f"are those before the cut: what {' and '.join(users)} reads is not the probability of the draw, but that "
+            "times the share that the cut leaves. Set top_p=1 and top_k=-1, or turn the correction off.",
         )
     if rollout.n == 1 and (rollout.temperature == 0 or not rollout.do_sample):
         yield PlanWarning(
@@ -204,19 +190,148 @@ def _of_sampling(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Pla
         )
 
 
-def _of_algorithm(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
-    actor = cfg.actor_rollout_ref.actor
+RATIO_CLIPPED = ("vanilla", "gspo", "clip_cov")
+"""Losses that hold the ratio itself within 1 - clip_ratio_low .. 1 + clip_ratio_high and take its gradient. cispo's
+bound has no gradient, and those of the others are on log ratios, differences of probabilities or nats."""
+WIDEST_SEQUENCE_CLIP = 0.01
+"""A clip range of a sequence's mean ratio above this was most likely meant for tokens."""
+
+
+def _of_clipping(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    actor, loss = cfg.actor_rollout_ref.actor, loss_in_force(cfg)
+    low, high, dual = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c"
+    if loss not in RATIO_CLIPPED:
+        return
+    if actor.clip_low > 1:
+        yield PlanWarning(
+            "CLIP_LOW_ABOVE_ONE",
+            (low, f"{ACTOR}.clip_ratio"),
+            f"the lower clip bound 1 - {actor.clip_low} is negative, so a falling ratio is never clipped.",
+        )
+    if "clip_ratio_c" in LOSSES[loss].reads and actor.clip_ratio_c < 1 + actor.clip_high:
+        yield PlanWarning(
+            "DUAL_CLIP_LOW",
+            (dual, high),
+            f"{dual}={actor.clip_ratio_c:g} lies below the upper clip bound 1 + {actor.clip_high:g}, so negative "
+            "advantages lose their gradient at ratios at which positive ones still have theirs. 3 is usual.",
+        )
+    widest = max(actor.clip_low, actor.clip_high)
+    if loss == "gspo" and widest > WIDEST_SEQUENCE_CLIP:
+        yield PlanWarning(
+            "GSPO_CLIP",
+            (low, high),
+            "gspo clips the geometric mean of a sequence's ratios, which stays much nearer to 1 than the ratio of a "
+            f"token: a clip range of {widest:g} hardly ever clips. The paper has clip_ratio_low=3e-4 and "
+            "clip_ratio_high=4e-4.",
+            "info",
+        )
+
+
+def _of_aggregation(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    actor, loss = cfg.actor_rollout_ref.actor, loss_in_force(cfg)
+    own, mode = LOSSES[loss].aggregation, actor.loss_agg_mode
+    if own is not None and mode not in (own, ActorConfig().loss_agg_mode):
+        others = " It holds for KL and entropy alone." if actor.use_kl_loss or actor.entropy_coeff else ""
+        yield PlanWarning(
+            "LOSS_AGGREGATION",
+            (f"{ACTOR}.loss_agg_mode",),
+            f"{ACTOR}.loss_agg_mode={mode} has no effect on the policy loss: {loss} is always {own}.{others}",
+            "info",
+        )
+
+
+KL_LOSS_GRADIENTS: dict[tuple[str, bool], tuple[str, Literal["warning", "info"], str]] = {
+    ("k1", False): (
+        "KL_K1_IN_LOSS",
+        "warning",
+        "on the policy's own samples its expected gradient is 0, so it adds noise and holds nothing back. k2 and k1+ "
+        f"have the gradient of the KL, k3 that of KL(reference || policy); {ACTOR}.use_unbiased_kl=true mends k1.",
+    ),
+    ("abs", False): (
+        "KL_ABS_IN_LOSS",
+        "info",
+        "on the policy's own samples its expected gradient is that of twice the total variation distance to the "
+        "reference, not that of the KL, which k2 and abs+ have.",
+    ),
+    ("k2", True): (
+        "KL_RATIO_NOT_UNBIASED",
+        "warning",
+        "use_unbiased_kl=true makes the gradients of k1 and k3 that of the KL, but adds to this one's, which has it "
+        "already without. Use k1 or k3, or a trailing +.",
+    ),
+    ("abs", True): (
+        "KL_RATIO_NOT_UNBIASED",
+        "warning",
+        "use_unbiased_kl=true makes the gradients of k1 and k3 that of the KL, but not this one's. Use k1 or k3, or a "
+        "trailing +.",
+    ),
+}
+"""By `kl_loss_type` and `use_unbiased_kl`: estimators whose expected gradient in the loss is not that of the KL
+(tasks/algorithms/kl.py), less k3, the usual one."""
+
+
+def _of_kl(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    actor, key = cfg.actor_rollout_ref.actor, f"{ACTOR}.kl_loss_type"
     if actor.use_kl_loss and cfg.algorithm.use_kl_in_reward:
         yield PlanWarning(
             "KL_TWICE",
             (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"),
             "KL to the reference is paid twice: in the loss and in the reward.",
         )
-    if actor.clip_low > 1 and actor.policy_loss.loss_mode != "cispo":
+    kind = {"kl": "k1", "mse": "k2"}.get(actor.kl_loss_type, actor.kl_loss_type)
+    said = KL_LOSS_GRADIENTS.get((kind, actor.use_unbiased_kl)) if actor.use_kl_loss else None
+    if said is not None:
+        code, level, text = said
+        yield PlanWarning(code, (key, f"{ACTOR}.use_unbiased_kl"), f"{key}={actor.kl_loss_type}: {text}", level)
+
+
+def _of_bypass_mode(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    correction = cfg.algorithm.rollout_correction
+    if correction.bypass_mode:
         yield PlanWarning(
-            "CLIP_LOW_ABOVE_ONE",
-            (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio"),
-            f"the lower clip bound 1 - {actor.clip_low} is negative, so a falling ratio is never clipped.",
+            "BYPASS_MODE",
+            (f"{CORRECTION}.bypass_mode", f"{CORRECTION}.loss_type"),
+            "the old-log-prob pass is skipped and the engine's log-probs are the ratio's denominator: from the first "
+            "optimizer step on the ratio holds the gap between engine and policy. The loss is "
+            f"loss_type={correction.loss_type}.",
+            "info",
+        )
+
+
+def _of_off_policy_mask(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    threshold = cfg.actor_rollout_ref.actor.policy_loss.off_policy_mask_threshold
+    if threshold is not None and not cfg.actor_rollout_ref.rollout.calculate_log_probs:
+        yield PlanWarning(
+            "OFF_POLICY_MASK",
+            (f"{ACTOR}.policy_loss.off_policy_mask_threshold", f"{ROLLOUT}.calculate_log_probs"),
+            f"{ROLLOUT}.calculate_log_probs=false keeps no log-probs of the engine: off_policy_mask_threshold compares "
+            "the policy with the old log-probs instead, and does not see the gap between engine and policy.",
+            "info",
+        )
+
+
+def _of_filtered_groups(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    if cfg.algorithm.filter_groups.enable:
+        yield PlanWarning(
+            "FILTER_GROUPS",
+            (f"{FILTER}.enable", GEN_BATCH, "trainer.total_epochs"),
+            f"a step makes as many generate calls of {numbers.gen_batch_prompts} prompts as it takes to keep "
+            f"{numbers.prompts_per_step} groups with a signal, and so may use more prompts than {TRAIN_BATCH}. "
+            "They come from later passes over the data where need be: trainer.total_epochs sets the number of steps, "
+            "not of passes.",
+            "info",
+        )
+
+
+def _of_reward_parts(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    weighted = [one for one in cfg.reward.functions if one.weight != 1]
+    by = normalised_one_by_one(cfg)
+    if by is not None and weighted:
+        yield PlanWarning(
+            "FUNCTION_WEIGHTS",
+            ("reward.functions", "algorithm.gdpo_reward_weights"),
+            f"{by} does not read the weights in reward.functions, here of {', '.join(one.name for one in weighted)}: "
+            "they count in the score alone. Its weights are algorithm.gdpo_reward_weights.",
         )
 
 
@@ -276,45 +391,20 @@ def _of_cadence(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
         )
 
 
-NO_EFFECT = {
-    "data.val_batch_size": "validation goes through the engine in waves of rollout.max_num_seqs",
-    "algorithm.lam": "no critic-free estimator reads it",
-    "actor_rollout_ref.actor.fsdp_config.forward_prefetch": "weights are not sharded on one device",
-    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "weights are not sharded on one device",
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype": "one device has nothing to reduce over",
-    "actor_rollout_ref.rollout.gpu_memory_utilization": "the transformers engine takes the memory it needs",
-    "actor_rollout_ref.rollout.enforce_eager": "the transformers engine captures no graphs",
-    "actor_rollout_ref.rollout.free_cache_engine": "the transformers engine frees its cache after every call",
-    "actor_rollout_ref.rollout.enable_chunked_prefill": "the transformers engine prefills whole prompts",
-    "actor_rollout_ref.rollout.load_format": "the transformers engine samples from the policy's own weights",
-}
-"""Keys that one device with the transformers engine does not read, and why."""
-
-
-def _of_keys_without_effect(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
-    if numbers.world_size > 1 or cfg.actor_rollout_ref.rollout.name != "transformers":
-        return
-    default = RunConfig()
-    for key, why in NO_EFFECT.items():
-        if _value(cfg, key) != _value(default, key):
-            yield PlanWarning("NO_EFFECT", (key,), f"{key} has no effect here: {why}.", "info")
-
-
-def _value(cfg: RunConfig, key: str) -> object:
-    value: object = cfg
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-_LOOKS: tuple[_Look, ...] = (
+_LOOKS: tuple[Look, ...] = (
     _of_batches,
     _of_micro_batches,
     _of_devices,
     _of_lengths,
     _of_sampling,
-    _of_algorithm,
+    _of_clipping,
+    _of_aggregation,
+    _of_kl,
+    _of_bypass_mode,
+    _of_off_policy_mask,
+    _of_filtered_groups,
+    _of_reward_parts,
     _of_duration,
     _of_cadence,
-    _of_keys_without_effect,
+    keys_without_effect,
 )

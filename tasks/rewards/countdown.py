@@ -22,7 +22,8 @@ def compute_score(
 
     Parsing rule: the content of the last `<answer>…</answer>`; of "(1 + 2) * 3 = 9" what stands before the `=`.
     It is right when it uses every number of `ground_truth["numbers"]` exactly once and no other number, only
-    + - * / and brackets, and its exact value is `ground_truth["target"]`.
+    + - * / and brackets (also × · ÷ −), and its exact value is `ground_truth["target"]`. More than 300 characters are
+    no arithmetic.
 
     Args:
         ground_truth: `target` and `numbers` (verl's and TinyZero's form).

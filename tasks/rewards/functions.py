@@ -18,8 +18,15 @@ BUILTIN = {
     "math_dapo": "tasks.rewards.math_dapo:compute_score",
     "countdown": "tasks.rewards.countdown:compute_score",
     "exact_match": "tasks.rewards.exact_match:compute_score",
+    "multiple_choice": "tasks.rewards.multiple_choice:compute_score",
+    "format": "tasks.rewards.response_format:compute_score",
+    "repetition": "tasks.rewards.repetition:compute_score",
+    "length": "tasks.rewards.length:compute_score",
 }
 """Built-in reward functions by name."""
+
+WITHOUT_REFERENCE = ("format", "repetition", "length")
+"""Built-in functions that read the response alone: a row without a reference answer can be scored."""
 
 SOURCES = {
     "openai/gsm8k": "gsm8k",
@@ -58,6 +65,11 @@ class RewardFunction:
     def is_builtin(self) -> bool:
         """Whether it ships with this project."""
         return self.target in BUILTIN.values()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it ships with this project and compares a response with a reference answer."""
+        return self.is_builtin and self.target not in [BUILTIN[name] for name in WITHOUT_REFERENCE]
 
 
 def configured_functions(cfg: RunConfig) -> tuple[RewardFunction, ...]:

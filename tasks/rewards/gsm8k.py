@@ -18,9 +18,10 @@ def compute_score(
 ) -> dict[str, Any]:
     """Compare the last answer of a response with the reference as texts of digits.
 
-    Parsing rule: `strict` takes what follows the last `#### ` (hash signs and one blank), `flexible` the last number
-    anywhere. From either, commas and points at the end are taken away: "#### 1,234" is 1234, "#### 42." is 42.
-    "#### 3.50" is not 3.5, as in verl. A reference that is a whole worked solution counts from its own `####`.
+    Parsing rule: only the last 300 characters are searched. `strict` takes what follows the last `#### ` (hash signs
+    and one blank), `flexible` the last number anywhere in them. From either, commas and points at the end are taken
+    away: "#### 1,234" is 1234, "#### 42." is 42. "#### 3.50" is not 3.5, as in verl. A reference that is a whole worked
+    solution counts from its own `####`.
 
     Args:
         method: how the answer is found.

@@ -18,8 +18,9 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 def compute_score(solution_str: str, ground_truth: Any, score: float = 1.0) -> dict[str, Any]:
     r"""Compare the content of the last `\boxed{…}` with the reference.
 
-    Parsing rule: `\boxed 6` counts as a box; an empty box, one that is not closed and `\fbox` do not. Answers are equal
-    when their texts are (latex_text.normalised), or when math-verify finds their values equal.
+    Parsing rule: the last box of the whole response; `\boxed 6` counts as one, an empty box, one that is not closed
+    and `\fbox` do not. Of a reference with a box the last box counts, else all of it. Answers are equal when their
+    texts are (latex_text.normalised), or when math-verify finds their values equal.
 
     Returns:
         `score` (0 for a wrong answer and for none) and `pred`, the content of the box.

@@ -16,9 +16,9 @@ SEARCHED_FOR_BOX = 100
 def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
     r"""Compare the last answer of a response with the reference.
 
-    Parsing rule: the rest of the line after the last `Answer:` (upper or lower case), else the last `\boxed{…}`;
-    both sides are brought to one spelling (latex_text.normalised) and compared as texts. With `strict_box_verify` only
-    the box counts, letter by letter.
+    Parsing rule: in the last 300 characters, the rest of the line after the last `Answer:` (upper or lower case), else
+    the last `\boxed{…}`; both sides are brought to one spelling (latex_text.normalised) and compared as texts. With
+    `strict_box_verify` only a box in the last 100 characters counts, letter by letter.
 
     Returns:
         `score` (1, else -1, also where there is no answer), `acc` and `pred`.

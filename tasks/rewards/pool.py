@@ -334,7 +334,7 @@ def score(rows: Sequence[RewardRow], cfg: RunConfig) -> list[Verdict]:
 
 
 def _check_references(rows: Sequence[RewardRow], of_source: Mapping[str, tuple[RewardFunction, ...]]) -> None:
-    needing = {source for source, functions in of_source.items() if any(f.is_builtin for f in functions)}
+    needing = {source for source, functions in of_source.items() if any(f.needs_reference for f in functions)}
     for row in rows:
         if row.ground_truth is None and row.data_source in needing:
             raise RewardError(

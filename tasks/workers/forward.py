@@ -7,6 +7,7 @@ reach it. The last response token is predicted but never fed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,20 @@ from tasks.workers.sequences import Sequences
 
 CHUNK_LOGITS = 2**24
 """Logits that are held at a time: 64 MiB in float32."""
+
+
+class TokenNumbers(NamedTuple):
+    """Numbers of n response tokens, float32, or float64 for a float64 model; None: not asked for.
+
+    Attributes:
+        log_probs: [n] of the tokens.
+        entropy: [n] of the distribution at each of them, nats.
+        sum_pi_squared: [n] sum over the vocabulary of squared probabilities.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None
+    sum_pi_squared: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +84,15 @@ def pad(ragged: Ragged, rows: np.ndarray, fill: float) -> tuple[np.ndarray, np.n
 
 
 def response_log_probs(
-    model: CausalModel, batch: MicroBatch, *, temperature: float, share_prompts: bool, entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-prob of every response token of a micro-batch, and the entropy of the distribution it was drawn from.
+    model: CausalModel,
+    batch: MicroBatch,
+    *,
+    temperature: float,
+    share_prompts: bool,
+    entropy: bool,
+    squares: bool = False,
+) -> TokenNumbers:
+    """Log-prob of every response token of a micro-batch, and of the distribution it was drawn from what is asked for.
 
     Args:
         model: within its `computing()`.
@@ -80,15 +101,13 @@ def response_log_probs(
         share_prompts: compute a prompt once for all its rows; `model.full_attention` alone, and without recomputed
             layers where gradients are wanted.
         entropy: also return the entropy.
-
-    Returns:
-        ([n] log-probs, [n] entropies in nats or None), row by row; float32, or float64 for a float64 model.
+        squares: also return the sum of squared probabilities.
     """
     if batch.tokens.numel() == 0:
         none = torch.zeros(0, dtype=torch.promote_types(model.dtype, torch.float32), device=batch.tokens.device)
-        return none, none if entropy else None
+        return TokenNumbers(none, none if entropy else None, none if squares else None)
     hidden = (_hidden_with_shared_prompts if share_prompts else _hidden_of_whole_sequences)(model, batch)
-    return token_log_probs(model, hidden, batch.targets, temperature=temperature, entropy=entropy)
+    return token_log_probs(model, hidden, batch.targets, temperature=temperature, entropy=entropy, squares=squares)
 
 
 def _hidden_of_whole_sequences(model: CausalModel, batch: MicroBatch) -> torch.Tensor:
@@ -171,8 +190,14 @@ def added_to_scores(model: CausalModel, visible: torch.Tensor) -> torch.Tensor:
 
 
 def token_log_probs(
-    model: CausalModel, hidden: torch.Tensor, targets: torch.Tensor, *, temperature: float, entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    model: CausalModel,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    entropy: bool,
+    squares: bool = False,
+) -> TokenNumbers:
     """Log-softmax of logits / temperature at the targets, a chunk of tokens at a time.
 
     With gradient and several chunks, a chunk's logits are computed again in the backward pass, so that no more than one
@@ -184,25 +209,43 @@ def token_log_probs(
         targets: [n].
         temperature: logits are divided by it.
         entropy: also return the entropy.
+        squares: also return the sum of squared probabilities.
     """
     size = max(CHUNK_LOGITS // model.config.vocab_size, 1)
     chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
     if len(chunks) == 1:
-        return _chunk_log_probs(model, *chunks[0], temperature, entropy)
-    results = [recompute_in_backward(model.dtype, _chunk_log_probs, model, *c, temperature, entropy) for c in chunks]
-    log_probs = torch.cat([result[0] for result in results])
-    return log_probs, torch.cat([result[1] for result in results]) if entropy else None
+        return TokenNumbers(*_chunk_numbers(model, *chunks[0], temperature, entropy, squares))
+    options = (temperature, entropy, squares)
+    results = [recompute_in_backward(model.dtype, _chunk_numbers, model, *chunk, *options) for chunk in chunks]
+    log_probs, entropies, squared = zip(*results, strict=True)
+    return TokenNumbers(
+        torch.cat(log_probs), torch.cat(entropies) if entropy else None, torch.cat(squared) if squares else None
+    )
 
 
-def _chunk_log_probs(
-    model: CausalModel, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _chunk_numbers(
+    model: CausalModel, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool, squares: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Softmax in float32 whatever the model's type; float64 stays float64."""
     logits = model.logits(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_norm = logits.logsumexp(dim=-1)
     log_probs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - log_norm
+    squared = sum_pi_squared(logits) if squares else None
     if not entropy:
-        return log_probs, None
+        return log_probs, None, squared
     every_log_prob = logits - log_norm.unsqueeze(-1)
-    return log_probs, -(every_log_prob.exp() * every_log_prob).sum(dim=-1)
+    return log_probs, -(every_log_prob.exp() * every_log_prob).sum(dim=-1), squared
+
+
+def sum_pi_squared(logits: torch.Tensor) -> torch.Tensor:
+    """Sum over the vocabulary of squared probabilities: exp(logsumexp(2 x) - 2 logsumexp(x)) of logits x.
+
+    Args:
+        logits: [..., V], divided by the temperature; a chunk of tokens at a time, as a copy is made.
+
+    Returns:
+        [...] in [1 / V, 1]; float32, or float64 for float64 logits.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return ((2 * logits).logsumexp(dim=-1) - 2 * logits.logsumexp(dim=-1)).exp()

@@ -21,13 +21,14 @@ from tasks.algorithms.losses import (
     LossBatch,
     aggregation_mode,
     needs_current_log_probs,
+    needs_entropy,
     policy_loss,
     prepare_mini_batch,
     why_skipped,
 )
 from tasks.config import RunConfig
 from tasks.stage import NonFiniteError
-from tasks.workers.forward import MicroBatch, pad, response_log_probs, to_device
+from tasks.workers.forward import MicroBatch, TokenNumbers, pad, response_log_probs, to_device
 from tasks.workers.model import CausalModel
 from tasks.workers.sequences import MicroBatching, Sequences, cut
 
@@ -43,6 +44,7 @@ class Signals:
         ref_log_probs: for the KL in the loss; None: there is none.
         rollout_is_weights: importance weights of rollout correction; None: all 1.
         group: [N] which prompt each row answers.
+        rollout_log_probs: of the sampler, for `off_policy_mask_threshold`; None: there are none.
     """
 
     advantages: Ragged
@@ -51,6 +53,7 @@ class Signals:
     ref_log_probs: Ragged | None
     rollout_is_weights: Ragged | None
     group: np.ndarray
+    rollout_log_probs: Ragged | None = None
 
 
 @dataclass
@@ -63,6 +66,7 @@ class Sums:
     entropy: float = 0.0
     kl_clamped: float = 0.0
     ratio_max: float = 0.0
+    log_ratio_max: float = 0.0
     token_metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -99,7 +103,7 @@ class Accumulated:
         return {**counts, **{name: getattr(self.sums, name) for name in _LOSSES}, **means}
 
 
-_LOSSES = ("loss", "pg_loss", "ratio_max")
+_LOSSES = ("loss", "pg_loss", "ratio_max", "log_ratio_max")
 _TOKEN_METRICS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")
 
 
@@ -190,28 +194,35 @@ class MiniBatch:
             for f in fields(Signals)
             if f.name != "group" and getattr(signals, f.name) is not None
         }
-        current = padded["old_log_probs"]
-        if needs_current_log_probs(self._actor, self._correction):
-            current = self._current_log_probs(parts, current.shape[1])
+        current, entropy = padded["old_log_probs"], None
+        if needs_current_log_probs(self._actor, self._correction) or needs_entropy(self._actor):
+            current, entropy = self._current(parts, current.shape[1])
         batch = LossBatch(
             log_probs=current,
             old_log_probs=padded["old_log_probs"],
             advantages=padded["advantages"],
             mask=padded["loss_mask"],
             rollout_is_weights=padded.get("rollout_is_weights"),
+            rollout_log_probs=padded.get("rollout_log_probs"),
+            entropy=entropy,
         )
         return prepare_mini_batch(batch, self._actor, self._correction), padded.get("ref_log_probs")
 
-    def _current_log_probs(self, parts: list[np.ndarray], width: int) -> torch.Tensor:
-        pieces = []
+    def _current(self, parts: list[np.ndarray], width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[M, width] log-probs, and entropies where they are needed, of the policy as it is now."""
+        wanted = needs_entropy(self._actor)
+        columns: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         with torch.no_grad():
             for part in parts:
                 rows = to_device(self._sequences, part, self._model.device)
-                log_probs = rows.padded(self._forward(rows, entropy=False)[0])
-                pieces.append(torch.nn.functional.pad(log_probs, (0, width - log_probs.shape[1])))
-        return torch.cat(pieces)
+                numbers = self._forward(rows, entropy=wanted)
+                for column, values in zip(columns, numbers, strict=False):
+                    if values is not None:
+                        padded = rows.padded(values)
+                        column.append(torch.nn.functional.pad(padded, (0, width - padded.shape[1])))
+        return torch.cat(columns[0]), torch.cat(columns[1]) if wanted else None
 
-    def _forward(self, rows: MicroBatch, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward(self, rows: MicroBatch, *, entropy: bool) -> TokenNumbers:
         return response_log_probs(
             self._model, rows, temperature=self._temperature, share_prompts=self._share_prompts, entropy=entropy
         )
@@ -219,7 +230,7 @@ class MiniBatch:
     def _differentiate(self, piece: Piece, sums: Sums, where: str) -> None:
         """Forward and backward of one micro-batch; adds its share to `sums`."""
         actor, mask = self._actor, piece.batch.mask
-        log_probs, entropy = self._forward(piece.rows, entropy=actor.entropy_coeff != 0)
+        log_probs, entropy, _ = self._forward(piece.rows, entropy=actor.entropy_coeff != 0)
         batch = replace(piece.batch, log_probs=piece.rows.padded(log_probs))
         per_token, metrics = policy_loss(actor, self._correction)(batch, actor)
         loss = pg_loss = aggregate(per_token, mask, piece.policy_weights)
@@ -240,8 +251,10 @@ class MiniBatch:
         sums.pg_loss += float(pg_loss.detach())
         for name, values in metrics.items():
             sums.token_metrics[name] = sums.token_metrics.get(name, 0.0) + float(masked_sum(values, mask))
-        gap = torch.where(mask, batch.log_probs.detach() - batch.old_log_probs, -torch.inf)
-        sums.ratio_max = max(sums.ratio_max, float(gap.max().exp()))
+        gap = (batch.log_probs.detach() - batch.old_log_probs)[mask]
+        if gap.numel():
+            sums.ratio_max = max(sums.ratio_max, float(gap.max().exp()))
+            sums.log_ratio_max = max(sums.log_ratio_max, float(gap.abs().max()))
 
 
 def _culprit(piece: Piece, batch: LossBatch, per_token: torch.Tensor) -> str:

@@ -33,11 +33,13 @@ class LogProbs:
     Attributes:
         log_probs: float32 log-probs.
         entropy: float32 entropies, nats; None for the reference.
+        sum_pi_squared: float32 sums of squared probabilities; None where they were not asked for.
         micro_batches: forward passes it took.
     """
 
     log_probs: Ragged
     entropy: Ragged | None
+    sum_pi_squared: Ragged | None
     micro_batches: int
 
 
@@ -82,7 +84,13 @@ class PolicyWorker:
     # ------------------------------------------------------------------------------------------------------ log-probs
 
     def log_probs(
-        self, seqs: Sequences, micro: MicroBatching, *, temperature: float, reference: bool = False
+        self,
+        seqs: Sequences,
+        micro: MicroBatching,
+        *,
+        temperature: float,
+        reference: bool = False,
+        sum_pi_squared: bool = False,
     ) -> LogProbs:
         """Log-probs of the responses' tokens, and their entropy, at a temperature.
 
@@ -91,6 +99,7 @@ class PolicyWorker:
             micro: how they are cut.
             temperature: logits are divided by it.
             reference: under the reference, without entropy.
+            sum_pi_squared: also the sum over the vocabulary of squared probabilities.
 
         Raises:
             ValueError: a sequence does not fit a micro-batch.
@@ -98,19 +107,28 @@ class PolicyWorker:
         model = self._reference_model() if reference else self.model
         share = self.shares_prompts(training=False)
         parts = cut(seqs, np.arange(len(seqs.responses)), micro, share_prompts=share)
-        columns = [np.empty(len(seqs.responses.values), dtype=np.float32) for _ in range(1 if reference else 2)]
+        wanted = (True, not reference, sum_pi_squared)
+        columns = [np.empty(len(seqs.responses.values), dtype=np.float32) if want else None for want in wanted]
         with torch.no_grad(), model.computing(adapter=not reference):
             for part in parts:
                 batch = to_device(seqs, part, model.device)
                 results = response_log_probs(
-                    model, batch, temperature=temperature, share_prompts=share, entropy=not reference
+                    model,
+                    batch,
+                    temperature=temperature,
+                    share_prompts=share,
+                    entropy=not reference,
+                    squares=sum_pi_squared,
                 )
                 places = _token_places(seqs.responses, part)
-                for column, values in zip(columns, results, strict=False):
-                    if values is not None:
+                for column, values in zip(columns, results, strict=True):
+                    if column is not None and values is not None:
                         column[places] = values.cpu().numpy()
-        log_probs, *entropy = [Ragged(column, seqs.responses.offsets) for column in columns]
-        return LogProbs(log_probs, entropy[0] if entropy else None, len(parts))
+        log_probs, entropy, squares = (
+            None if column is None else Ragged(column, seqs.responses.offsets) for column in columns
+        )
+        assert log_probs is not None
+        return LogProbs(log_probs, entropy, squares, len(parts))
 
     def shares_prompts(self, *, training: bool) -> bool:
         """Whether a prompt is computed once for its samples: `actor.use_prefix_grouper`, where the model allows it.

@@ -1,0 +1,245 @@
+"""The rules of the algorithm: estimators, losses, filtered groups, rollout correction and rewards that cannot do what
+their settings say are refused before a load. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tasks.algorithms.correction_rules import parse_band, parse_rules
+from tasks.algorithms.variants import ESTIMATORS
+from tasks.config import RunConfig
+from tasks.geometry.numbers import Facts, Numbers
+from tasks.geometry.problems import Draft, Rule, Try
+from tasks.geometry.shape_rules import ACTOR, ROLLOUT, SAMPLES, samples_try
+
+CORRECTION = "algorithm.rollout_correction"
+FILTER = "algorithm.filter_groups"
+STANDARD_METRICS = ("score", "reward", "seq_reward", "seq_final_reward", "acc")
+"""What `algorithm.filter_groups.metric` may name whatever the reward functions are."""
+
+
+def loss_in_force(cfg: RunConfig) -> str:
+    """Name of the policy loss that is trained on: `loss_mode`, or in bypass mode that of `loss_type`."""
+    correction = cfg.algorithm.rollout_correction
+    if correction.bypass_mode:
+        return {"ppo_clip": "vanilla", "reinforce": "reinforce"}[correction.loss_type]
+    return cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+
+
+def reward_names(cfg: RunConfig) -> tuple[str, ...] | None:
+    """Names of the configured reward functions, as the reward stage keeps their parts; None: each row has the built-in
+    function of its data source."""
+    if cfg.custom_reward_function.path is not None:
+        return (cfg.custom_reward_function.name,)
+    if not cfg.reward.functions:
+        return None
+    seen: dict[str, int] = {}
+    names = []
+    for function in cfg.reward.functions:
+        name = function.name.rpartition(":")[2]
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return tuple(names)
+
+
+def normalised_one_by_one(cfg: RunConfig) -> str | None:
+    """The setting by which each reward function's values are normalised by themselves; None: only their sum is."""
+    name, mode = cfg.algorithm.adv_estimator, cfg.algorithm.multi_objective_aggregation
+    if "reward_parts" in ESTIMATORS[name].needs:
+        return f"algorithm.adv_estimator={name}"
+    if mode == "normalize_then_sum" and "multi_objective_aggregation" in ESTIMATORS[name].reads:
+        return f"algorithm.multi_objective_aggregation={mode}"
+    return None
+
+
+def users_of_rollout_log_probs(cfg: RunConfig) -> list[str]:
+    """Keys of rollout correction that are on: each reads the engine's log-probs."""
+    correction = cfg.algorithm.rollout_correction
+    return [
+        f"{CORRECTION}.{name}"
+        for name, on in (
+            ("bypass_mode", correction.bypass_mode),
+            ("rollout_is", correction.rollout_is),
+            ("rollout_rs", correction.rollout_rs),
+        )
+        if on
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- groups
+
+
+def _check_groups(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
+    estimator, n = cfg.algorithm.adv_estimator, numbers.samples_per_prompt
+    if ESTIMATORS[estimator].relative and n < 2:
+        alone = [name for name, variant in ESTIMATORS.items() if not variant.relative]
+        yield Draft(
+            "GROUP_OF_ONE",
+            (SAMPLES, "algorithm.adv_estimator"),
+            f"algorithm.adv_estimator={estimator} compares a response with others of its prompt, and {SAMPLES}=1 "
+            "leaves none (verl then takes the raw reward for the advantage). "
+            f"{' and '.join(alone)} {'works' if len(alone) == 1 else 'work'} with one.",
+            f"{SAMPLES} {n} must be >= 2",
+            (samples_try(numbers),),
+        )
+    rollout = cfg.actor_rollout_ref.rollout
+    if n > 1 and (rollout.temperature == 0 or not rollout.do_sample):
+        cause = f"{ROLLOUT}.temperature=0" if rollout.temperature == 0 else f"{ROLLOUT}.do_sample=false"
+        yield Draft(
+            "GREEDY_GROUP",
+            (f"{ROLLOUT}.temperature" if rollout.temperature == 0 else f"{ROLLOUT}.do_sample", SAMPLES),
+            f"{cause} samples greedily, so the {n} responses of a prompt are identical and no group has a signal. Set "
+            f"{ROLLOUT}.do_sample=true and a temperature above 0.",
+            f"{SAMPLES} {n} > 1 needs do_sample=true and temperature > 0",
+        )
+
+
+def _check_filtered_groups(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
+    filtered, n = cfg.algorithm.filter_groups, numbers.samples_per_prompt
+    if not filtered.enable:
+        return
+    if n < 2:
+        yield Draft(
+            "FILTER_GROUP_OF_ONE",
+            (f"{FILTER}.enable", SAMPLES),
+            f"{FILTER}.enable=true keeps groups whose responses differ in {filtered.metric}, and with {SAMPLES}=1 no "
+            f"group can (verl keeps all of them). Set {FILTER}.enable=false, or sample more responses.",
+            f"{SAMPLES} {n} must be >= 2",
+            (samples_try(numbers),),
+        )
+    if filtered.max_num_gen_batches < 0:
+        key, most = f"{FILTER}.max_num_gen_batches", filtered.max_num_gen_batches
+        yield Draft(
+            "FILTER_MOST",
+            (key,),
+            f"{key}={most} is no number of generate calls. 0 means no limit.",
+            f"{most} must be >= 0",
+            (Try(key, most, (), (0,)),),
+        )
+    known = _filter_metrics(cfg)
+    if known is not None and filtered.metric not in known:
+        yield Draft(
+            "FILTER_METRIC",
+            (f"{FILTER}.metric", "reward.functions"),
+            f"{FILTER}.metric={filtered.metric} names no value of a response. Use one of {', '.join(known)}, or add a "
+            "reward function of that name.",
+            f"{filtered.metric} must be one of them",
+        )
+
+
+def _filter_metrics(cfg: RunConfig) -> tuple[str, ...] | None:
+    """What groups can be filtered by; None: unknown, for a user's own function may return values of any name."""
+    names = reward_names(cfg)
+    own = cfg.custom_reward_function.path is not None or any(":" in one.name for one in cfg.reward.functions)
+    return None if names is None or own else tuple(dict.fromkeys((*STANDARD_METRICS, *names)))
+
+
+# ------------------------------------------------------------------------------------------------------------ rewards
+
+
+def _check_reward_parts(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
+    algorithm, known = cfg.algorithm, reward_names(cfg)
+    if normalised_one_by_one(cfg) is None:
+        return
+    keys_key, weights_key = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    unknown = [name for name in keys or () if known is not None and name not in known]
+    if unknown:
+        yield Draft(
+            "GDPO_KEYS",
+            (keys_key, "reward.functions"),
+            f"{keys_key} names {', '.join(unknown)}, but the reward functions are {', '.join(known or ())}. Name some "
+            "of them, or leave the key out for all of them.",
+            f"{', '.join(unknown)} must be among {', '.join(known or ())}",
+        )
+    names = keys or known
+    if weights and names is not None and len(weights) != len(names):
+        named = keys_key if keys else "reward functions"
+        yield Draft(
+            "GDPO_WEIGHTS",
+            (weights_key, keys_key),
+            f"{weights_key} has {len(weights)} weights for the {len(names)} of {named}: {', '.join(names)}. Give one "
+            "weight for each, or leave the key out for weights of 1.",
+            f"{len(weights)} must be {len(names)}",
+        )
+
+
+def _check_reward_shaping(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
+    low, high = cfg.reward.clip_low, cfg.reward.clip_high
+    if low is not None and high is not None and low >= high:
+        yield Draft(
+            "REWARD_BOUNDS",
+            ("reward.clip_low", "reward.clip_high"),
+            f"reward.clip_low={low:g} is not below reward.clip_high={high:g}, so no two rewards can differ. Exchange "
+            "them, or set one to null.",
+            f"{low:g} must be < {high:g}",
+        )
+    if cfg.reward.scale == 0:
+        yield Draft(
+            "REWARD_SCALE",
+            ("reward.scale",),
+            "reward.scale=0 makes every reward 0. Leave it out for rewards as they are.",
+            "reward.scale must not be 0",
+        )
+
+
+# ---------------------------------------------------------------------------------------- rollout correction and losses
+
+
+def _check_rollout_correction(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
+    correction, used = cfg.algorithm.rollout_correction, users_of_rollout_log_probs(cfg)
+    key = f"{ROLLOUT}.calculate_log_probs"
+    if used and not cfg.actor_rollout_ref.rollout.calculate_log_probs:
+        yield Draft(
+            "ROLLOUT_LOG_PROBS",
+            (key, *used),
+            f"{' and '.join(used)} reads the engine's log-probs, which {key}=false does not keep. Set it to true.",
+            "rollout correction needs rollout_log_probs",
+        )
+    if correction.rollout_is is not None:
+        try:
+            parse_band(correction.rollout_is_threshold, correction.rollout_is_mode)
+        except ValueError as error:
+            yield Draft(
+                "ROLLOUT_IS_THRESHOLD",
+                (f"{CORRECTION}.rollout_is_threshold",),
+                f"{error}.",
+                "one upper bound above 0, or low_high with 0 < low < high",
+            )
+    if correction.rollout_rs is not None:
+        try:
+            parse_rules(correction.rollout_rs, correction.rollout_rs_threshold)
+        except ValueError as error:
+            yield Draft(
+                "ROLLOUT_RS",
+                (f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"),
+                f"{error}.",
+                "rules that there are, and one bound for each or one for all: for k1 low_high or one ratio, for k2 and "
+                "k3 one in nats",
+            )
+
+
+def _check_loss(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
+    loss, settings, where = loss_in_force(cfg), cfg.actor_rollout_ref.actor.policy_loss, f"{ACTOR}.policy_loss"
+    if loss == "dro" and settings.dro_beta is None:
+        key = f"{where}.dro_beta"
+        yield Draft("DRO_BETA", (key,), f"policy_loss.loss_mode=dro needs {key}, such as 0.1.", f"{key} must be > 0")
+    low, high = settings.clip_cov_lb, settings.clip_cov_ub
+    if loss == "clip_cov" and low >= high:
+        yield Draft(
+            "CLIP_COV_BOUNDS",
+            (f"{where}.clip_cov_lb", f"{where}.clip_cov_ub"),
+            f"{where}.clip_cov_lb={low:g} is not below clip_cov_ub={high:g}, so no token lies between them and none is "
+            "selected. Exchange them, or set loss_mode=vanilla.",
+            f"{low:g} must be < {high:g}",
+        )
+
+
+ALGORITHM_RULES: tuple[Rule, ...] = (
+    _check_groups,
+    _check_filtered_groups,
+    _check_reward_parts,
+    _check_reward_shaping,
+    _check_rollout_correction,
+    _check_loss,
+)
