@@ -111,6 +111,11 @@ REFUSALS = [
         {"correction.rollout_rs": "token_k2", "correction.rollout_rs_threshold": 1, "rollout.calculate_log_probs": 0},
         {"rollout.calculate_log_probs": False},
     ),
+    (
+        "TOKEN_BASELINE_IN_BYPASS",
+        {"correction.bypass_mode": True, "algorithm.adv_estimator": "optimal_token_baseline"},
+        {"algorithm.adv_estimator": "optimal_token_baseline"},
+    ),
     ("DRO_BETA", {"loss.loss_mode": "dro"}, {"loss.loss_mode": "dro", "loss.dro_beta": 0.1}),
     (
         "CLIP_COV_BOUNDS",

@@ -219,6 +219,18 @@ def _check_rollout_correction(cfg: RunConfig, numbers: Numbers, facts: Facts) ->
             )
 
 
+def _check_token_baseline(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
+    if cfg.algorithm.rollout_correction.bypass_mode and cfg.estimator_needs("sum_pi_squared"):
+        estimator = cfg.algorithm.adv_estimator
+        yield Draft(
+            "TOKEN_BASELINE_IN_BYPASS",
+            (f"{CORRECTION}.bypass_mode", "algorithm.adv_estimator"),
+            f"algorithm.adv_estimator={estimator} reads the sums of squared probabilities of the old log-prob pass, which "
+            f"{CORRECTION}.bypass_mode=true skips. Set it to false, or use another estimator.",
+            f"{estimator} needs bypass_mode=false",
+        )
+
+
 def _check_loss(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
     loss, settings, where = loss_in_force(cfg), cfg.actor_rollout_ref.actor.policy_loss, f"{ACTOR}.policy_loss"
     if loss == "dro" and settings.dro_beta is None:
@@ -241,5 +253,6 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     _check_reward_parts,
     _check_reward_shaping,
     _check_rollout_correction,
+    _check_token_baseline,
     _check_loss,
 )

@@ -45,7 +45,9 @@ def stage_shapes(cfg: RunConfig, numbers: Numbers) -> tuple[StageShape, ...]:
     return (
         *_prompts(numbers),
         *_generate(numbers),
-        *_log_probs(numbers, "old_log_prob", ("old_log_probs", "entropy"), numbers.old_log_prob_cut),
+        *(_filtered(numbers) if cfg.algorithm.filter_groups.enable else ()),
+        *(_greedy(numbers) if cfg.estimator_needs("greedy_score") else ()),
+        *_old_log_probs(cfg, numbers),
         *_log_probs(numbers, "ref_log_prob", ("ref_log_probs",), numbers.ref_log_prob_cut),
         _stored("reward", "score", "float64", (numbers.sequences_per_step,), None, ""),
         *_advantage(numbers),
@@ -103,6 +105,27 @@ def _generate(numbers: Numbers) -> tuple[StageShape, ...]:
             "never built as a whole",
         ),
     )
+
+
+def _filtered(numbers: Numbers) -> tuple[StageShape, ...]:
+    """What is left of all generate calls of a step, and what the stages behind it work on."""
+    shape = (numbers.sequences_per_step, numbers.response_length)
+    return (_stored("filter_groups", "response_ids", "int32", shape, None, "", "groups with a signal"),)
+
+
+def _greedy(numbers: Numbers) -> tuple[StageShape, ...]:
+    shape = (numbers.prompts_per_step, numbers.response_length)
+    return (_stored("generate", "greedy response_ids", "int32", shape, None, "", "the baseline of each prompt"),)
+
+
+def _old_log_probs(cfg: RunConfig, numbers: Numbers) -> tuple[StageShape, ...]:
+    if numbers.old_log_prob_cut is None:
+        shape = (numbers.sequences_per_step, numbers.response_length)
+        note = "the engine's: no forward"
+        return (_stored("old_log_prob", "old_log_probs", "float32", shape, None, "", note),)
+    squares = ("sum_pi_squared",) if cfg.estimator_needs("sum_pi_squared") else ()
+    columns = ("old_log_probs", "entropy", *squares)
+    return _log_probs(numbers, "old_log_prob", columns, numbers.old_log_prob_cut)
 
 
 def _log_probs(numbers: Numbers, stage: str, columns: tuple[str, ...], cut: Cut | None) -> tuple[StageShape, ...]:
