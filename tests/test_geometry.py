@@ -250,8 +250,8 @@ def test_stored_bytes_are_values_and_offsets_without_padding() -> None:
 
 def test_passes_that_do_not_run_have_no_row() -> None:
     cfg = one_device(algorithm__rollout_correction__bypass_mode=True)
-    stages = {row.stage for row in checked_plan(cfg).stages}
-    assert stages.isdisjoint({"old_log_prob", "ref_log_prob"})
+    rows = [(row.stage, row.column) for row in checked_plan(cfg).stages]
+    assert [row for row in rows if row[0].endswith("log_prob")] == [("old_log_prob", "old_log_probs")]
 
 
 # --------------------------------------------------------------------------------------------------------- field cases

@@ -225,7 +225,7 @@ def _check_token_baseline(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Ite
         yield Draft(
             "TOKEN_BASELINE_IN_BYPASS",
             (f"{CORRECTION}.bypass_mode", "algorithm.adv_estimator"),
-            f"algorithm.adv_estimator={estimator} reads the sums of squared probabilities of the old log-prob pass, which "
+            f"algorithm.adv_estimator={estimator} reads squared probabilities of the old log-prob pass, which "
             f"{CORRECTION}.bypass_mode=true skips. Set it to false, or use another estimator.",
             f"{estimator} needs bypass_mode=false",
         )
