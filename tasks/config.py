@@ -434,7 +434,8 @@ class RolloutCorrectionConfig(Section):
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean over the mini-batch."""
     rollout_rs: str | None = None
-    """Rejection rules, comma-separated: token, seq_sum, seq_mean or seq_max, `_`, k1, k2 or k3; null: off."""
+    """Rejection rules, comma-separated: token, seq_sum, seq_mean or seq_max, `_`, k1, k2 or k3; or seq_veto_k1. null:
+    off."""
     rollout_rs_threshold: float | str | None = None
     """Their bounds, comma-separated: for k1 `low_high` of the ratio sampler / trainer, for k2 and k3 one in nats."""
     bypass_mode: bool = False
@@ -453,9 +454,9 @@ class AlgorithmConfig(Section):
     norm_adv_std_over: Literal["group", "batch"] = "group"
     """Whose deviation: that of the sample's group, or of all samples of the step."""
     gdpo_reward_keys: tuple[str, ...] | None = None
-    """gdpo: reward functions that are normalised one by one; null: all."""
+    """gdpo, and grpo with normalize_then_sum: reward functions that are normalised one by one; null: all."""
     gdpo_reward_weights: tuple[float, ...] | None = None
-    """gdpo: their weights, in the same order; null: all 1."""
+    """Their weights, in the same order; null: all 1."""
     use_kl_in_reward: bool = False
     """Subtract KL to the reference from the reward of every token."""
     kl_penalty: KLType = "kl"

@@ -77,7 +77,7 @@ def update(
         return done
     versions = {"policy_version_in": step.index - 1, "policy_version_out": step.index}
     digests = [None] * (len(rows) - 1) + [digest]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "more"}
     return stage.commit(
         {**columns, **{name: [value] * len(rows) for name, value in versions.items()}, "weights_digest": digests},
         metrics={**update_metrics(rows), **_variance(old_log_probs, table["sample_id"], signals, rows)},
@@ -155,6 +155,8 @@ def update_metrics(rows: list[dict]) -> dict[str, float]:
     made = [row for row in rows if row["skipped"] is None]
     parts = {metric: [row[column] for row in made if row[column] is not None] for metric, column in names.items()}
     metrics = {"actor/lr": float(rows[-1]["lr"]), "actor/skipped_updates": float(len(rows) - len(made))}
+    for name in dict.fromkeys(name for row in rows for name in row["more"]):
+        parts[name] = [row["more"][name] for row in rows if name in row["more"]]
     metrics.update(reduce_metrics({metric: values for metric, values in parts.items() if values}))
     if rows[0]["kl_clamped"] is not None:
         metrics["actor/kl_clamped_tokens"] = float(sum(row["kl_clamped"] for row in rows))

@@ -90,6 +90,7 @@ REFUSALS = [
         {**GDPO, "algorithm.gdpo_reward_keys": ["gsm8k"], "algorithm.gdpo_reward_weights": [1.0, 0.5]},
         {**GDPO, "algorithm.gdpo_reward_keys": ["gsm8k"], "algorithm.gdpo_reward_weights": [0.5]},
     ),
+    ("REWARD_PARTS", {**GDPO, "reward.scale": 0.1}, {**GDPO}),
     (
         "REWARD_BOUNDS",
         {"reward.clip_low": 1.0, "reward.clip_high": -1.0},

@@ -109,12 +109,15 @@ def test_in_bypass_mode_the_samplers_log_probs_are_the_denominator_and_no_pass_i
     assert (manifest.shapes["micro_batches"], manifest.notes["of"]) == (0, "engine")
     assert view.table("old_log_probs")["entropy"].null_count == 32
     assert view.record["metrics"]["actor/grad_norm"] > 0
-    assert view.record["metrics"]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-3)
+    assert view.record["metrics"]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("option", ["off_policy_mask_threshold=0", "top_entropy_quantile=0.2"])
-def test_masks_of_single_tokens_train_a_step(tiny_run, option):
-    the_run, _ = run(tiny_run(f"actor_rollout_ref.actor.policy_loss.{option}"))
+@pytest.mark.parametrize(
+    "option",
+    ["policy_loss.off_policy_mask_threshold=0", "policy_loss.top_entropy_quantile=0.2", "use_unbiased_kl=true"],
+)
+def test_options_of_any_loss_train_a_step(tiny_run, option):
+    the_run, _ = run(tiny_run(f"actor_rollout_ref.actor.{option}"))
     assert the_run.step(2).record["metrics"]["actor/grad_norm"] > 0
 
 

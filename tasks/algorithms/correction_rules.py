@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from tasks.config import ActorConfig, RolloutCorrectionConfig
+
 RULES = (
     *(
         f"{over}_{estimator}"
@@ -19,6 +21,13 @@ RULES = (
     "seq_veto_k1",
 )
 """All rejection rules. seq_veto_k1: one token out of bounds rejects its sequence; seq_max does so for k2 and k3."""
+
+
+def loss_mode(actor: ActorConfig, correction: RolloutCorrectionConfig) -> str:
+    """Name of the policy loss in force: `policy_loss.loss_mode`, or in bypass mode the one of `loss_type`."""
+    if correction.bypass_mode:
+        return {"ppo_clip": "vanilla", "reinforce": "reinforce"}[correction.loss_type]
+    return actor.policy_loss.loss_mode
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,8 @@ def _rule(key: str, bound_key: str, name: str, bound: str) -> Rule:
         raise ValueError(f"{bound_key}: {bound!r} for {name} must be above 0, and low_high must have low < high")
     if estimator == "k1":
         low, high = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
+        if low >= high:
+            raise ValueError(f"{bound_key}: {bound!r} for {name} stands for 1/u_u and must be above 1, or be low_high")
         return Rule(name, over, estimator, math.log(low), math.log(high))
     if len(numbers) == 2:
         raise ValueError(f"{bound_key}: {bound!r} for {name} has two bounds, but {estimator} has only an upper one")

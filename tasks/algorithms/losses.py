@@ -12,8 +12,8 @@ micro-batches and ranks. What depends on the whole mini-batch is worked out once
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -23,6 +23,7 @@ import torch
 from storage.ragged import Ragged
 from tasks.algorithms.aggregation import sequence_mean
 from tasks.algorithms.correction import correct, mean_weight
+from tasks.algorithms.correction_rules import loss_mode
 from tasks.algorithms.token_masks import highest_entropy, near_the_sampler
 from tasks.algorithms.variants import LOSSES, Variant, loss
 from tasks.config import ActorConfig, LossAggregation, RolloutCorrectionConfig
@@ -47,6 +48,7 @@ class LossBatch:
         rollout_log_probs: [B, R] of the sampler, for `off_policy_mask_threshold`; None: the old ones stand for them.
         entropy: [B, R] of the policy at each token, nats; read by `prepare_mini_batch` where `needs_entropy` says so.
         high_entropy: [B, R] bool, the tokens that alone have a loss, as it chose them; None: all have.
+        measured: `rollout_corr/*` of the whole mini-batch, where it was corrected in bypass mode.
     """
 
     log_probs: torch.Tensor
@@ -58,6 +60,7 @@ class LossBatch:
     rollout_log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     high_entropy: torch.Tensor | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 TokenMetrics = dict[str, torch.Tensor]
@@ -298,13 +301,6 @@ def _variant(actor: ActorConfig, correction: RolloutCorrectionConfig) -> Variant
     return LOSSES[mode]
 
 
-def loss_mode(actor: ActorConfig, correction: RolloutCorrectionConfig) -> str:
-    """Name of the loss in force."""
-    if correction.bypass_mode:
-        return {"ppo_clip": "vanilla", "reinforce": "reinforce"}[correction.loss_type]
-    return actor.policy_loss.loss_mode
-
-
 def aggregation_mode(actor: ActorConfig, correction: RolloutCorrectionConfig) -> LossAggregation:
     """How the policy loss in force is aggregated: by its own rule, else by `actor.loss_agg_mode`."""
     own = _variant(actor, correction).aggregation
@@ -353,7 +349,8 @@ def _corrected(batch: LossBatch, actor: ActorConfig, correction: RolloutCorrecti
     """The batch with its final mask and weights."""
     weights, mask = batch.rollout_is_weights, batch.mask
     if correction.bypass_mode and needs_current_log_probs(actor, correction) and bool(mask.any()):
-        weights, mask = _correct_in_bypass(batch, correction)
+        weights, mask, measured = _correct_in_bypass(batch, correction)
+        batch = replace(batch, measured=measured)
     if weights is not None and correction.rollout_is is not None and correction.rollout_is_batch_normalize:
         mean = mean_weight(_flat(weights), _ragged(batch.mask), correction.rollout_is) if batch.mask.any() else 1.0
         weights = weights / mean
@@ -367,14 +364,14 @@ def _corrected(batch: LossBatch, actor: ActorConfig, correction: RolloutCorrecti
 
 def _correct_in_bypass(
     batch: LossBatch, correction: RolloutCorrectionConfig
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
     mask = _ragged(batch.mask)
     sampled, current = (Ragged(_flat(rows), mask.offsets) for rows in (batch.old_log_probs, batch.log_probs))
     result = correct(sampled, current, mask, correction)
     kept = torch.from_numpy(result.mask.values).view_as(batch.mask).to(batch.mask.device)
     if result.weights is None:
-        return None, kept
-    return torch.from_numpy(result.weights.values).view_as(batch.mask).to(batch.log_probs), kept
+        return None, kept, result.metrics
+    return torch.from_numpy(result.weights.values).view_as(batch.mask).to(batch.log_probs), kept, result.metrics
 
 
 def _flat(rows: torch.Tensor) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tasks.algorithms.correction_rules import parse_band, parse_rules
+from tasks.algorithms.correction_rules import loss_mode, parse_band, parse_rules
 from tasks.algorithms.variants import ESTIMATORS
 from tasks.config import RunConfig
 from tasks.geometry.numbers import Facts, Numbers
@@ -19,11 +19,8 @@ STANDARD_METRICS = ("score", "reward", "seq_reward", "seq_final_reward", "acc")
 
 
 def loss_in_force(cfg: RunConfig) -> str:
-    """Name of the policy loss that is trained on: `loss_mode`, or in bypass mode that of `loss_type`."""
-    correction = cfg.algorithm.rollout_correction
-    if correction.bypass_mode:
-        return {"ppo_clip": "vanilla", "reinforce": "reinforce"}[correction.loss_type]
-    return cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+    """Name of the policy loss that is trained on."""
+    return loss_mode(cfg.actor_rollout_ref.actor, cfg.algorithm.rollout_correction)
 
 
 def reward_names(cfg: RunConfig) -> tuple[str, ...] | None:
@@ -139,8 +136,25 @@ def _filter_metrics(cfg: RunConfig) -> tuple[str, ...] | None:
 
 def _check_reward_parts(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
     algorithm, known = cfg.algorithm, reward_names(cfg)
-    if normalised_one_by_one(cfg) is None:
+    by = normalised_one_by_one(cfg)
+    if by is None:
         return
+    shaped = (
+        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward),
+        ("reward_model.overlong_buffer.enable", cfg.reward_model.overlong_buffer.enable),
+        ("reward.clip_low", cfg.reward.clip_low is not None),
+        ("reward.clip_high", cfg.reward.clip_high is not None),
+        ("reward.scale", cfg.reward.scale != 1),
+        ("reward.stop_properly_coef", cfg.reward.stop_properly_coef is not None),
+    )
+    if lost := [key for key, on in shaped if on]:
+        yield Draft(
+            "REWARD_PARTS",
+            (*lost, "algorithm.adv_estimator"),
+            f"{by} normalises what each reward function returned, so that {', '.join(lost)} would change nothing. Leave "
+            "it out, make it a reward function, or use an estimator of the whole reward.",
+            f"{by} takes no shaped reward",
+        )
     keys_key, weights_key = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     unknown = [name for name in keys or () if known is not None and name not in known]

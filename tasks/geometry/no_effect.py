@@ -102,6 +102,16 @@ SWITCHES = (
         "clip_ratio_low is set too",
     ),
     Switch(
+        "algorithm.multi_objective_aggregation",
+        (
+            "algorithm.norm_adv_by_std_in_grpo",
+            "algorithm.norm_adv_std_over",
+            "algorithm.use_leave_one_out_baseline",
+        ),
+        lambda cfg: cfg.algorithm.multi_objective_aggregation == "sum_then_normalize",
+        "each reward function is centred and scaled by itself",
+    ),
+    Switch(
         f"{CORRECTION}.rollout_is",
         (f"{CORRECTION}.rollout_is_mode",),
         lambda cfg: cfg.algorithm.rollout_correction.rollout_is is not None,

@@ -8,6 +8,7 @@ over micro-batches is the mini-batch's loss, and its gradient, however it is cut
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from tasks.algorithms.losses import (
     needs_entropy,
     policy_loss,
     prepare_mini_batch,
+    probability_ratio,
     why_skipped,
 )
 from tasks.config import RunConfig
@@ -80,6 +82,7 @@ class Accumulated:
         tokens: response tokens in the loss.
         micro_batches: forward/backward passes.
         sums: losses, and sums over loss tokens of the metrics.
+        measured: further metrics of the mini-batch by their whole name.
     """
 
     skipped: str | None
@@ -87,6 +90,7 @@ class Accumulated:
     tokens: int
     micro_batches: int
     sums: Sums
+    measured: Mapping[str, float]
 
     def row(self) -> dict[str, float | int | str | None]:
         """The columns of an `updates` row that are known before the optimizer step; a skipped one has no losses."""
@@ -101,6 +105,12 @@ class Accumulated:
         # A loss that does not clip has no tokens that were clipped.
         means = {name: self.sums.token_metrics.get(name, 0.0) / self.tokens for name in _TOKEN_METRICS}
         return {**counts, **{name: getattr(self.sums, name) for name in _LOSSES}, **means}
+
+    def more(self) -> dict[str, float]:
+        """Metrics that only some losses and settings have, by their whole name."""
+        own = {name: total / self.tokens for name, total in self.sums.token_metrics.items() if self.tokens}
+        others = {f"actor/{name}": value for name, value in own.items() if name not in _TOKEN_METRICS}
+        return {**self.measured, **others}
 
 
 _LOSSES = ("loss", "pg_loss", "ratio_max", "log_ratio_max")
@@ -156,7 +166,7 @@ class MiniBatch:
         batch, reference = self._whole(rows, parts)
         tokens = int(batch.mask.sum())
         if (reason := why_skipped(batch)) is not None:
-            return Accumulated(reason, len(rows), tokens, 0, Sums())
+            return Accumulated(reason, len(rows), tokens, 0, Sums(), batch.measured)
         totals = count_totals(batch.mask.sum(dim=-1).cpu().numpy(), self._signals.group[rows])
         scale = float(self._actor.loss_scale_factor or self._cfg.response_length)
         policy_mode, mode = aggregation_mode(self._actor, self._correction), self._actor.loss_agg_mode
@@ -168,7 +178,7 @@ class MiniBatch:
             piece = self._piece(numbers, batch, reference, chosen, [w[chosen] for w in weights])
             if piece.rows.tokens.numel():
                 self._differentiate(piece, sums, where)
-        return Accumulated(None, len(rows), tokens, len(parts), sums)
+        return Accumulated(None, len(rows), tokens, len(parts), sums, batch.measured)
 
     def _piece(
         self,
@@ -182,7 +192,9 @@ class MiniBatch:
         rows = to_device(self._sequences, numbers, self._model.device)
         width = rows.responses.shape[1]
         tensors = {f.name: getattr(batch, f.name) for f in fields(LossBatch)}
-        part: dict[str, Any] = {n: None if tensor is None else tensor[chosen, :width] for n, tensor in tensors.items()}
+        part: dict[str, Any] = {
+            name: value[chosen, :width] if isinstance(value, torch.Tensor) else value for name, value in tensors.items()
+        }
         reference = None if reference is None else reference[chosen, :width]
         return Piece(numbers, rows, LossBatch(**part), reference, weights[0], weights[1])
 
@@ -235,11 +247,13 @@ class MiniBatch:
         per_token, metrics = policy_loss(actor, self._correction)(batch, actor)
         loss = pg_loss = aggregate(per_token, mask, piece.policy_weights)
         if actor.use_kl_loss and piece.reference is not None:
-            kl = kl_estimate(batch.log_probs, piece.reference, actor.kl_loss_type)
+            ratio = probability_ratio(batch)[0] if actor.use_unbiased_kl else None
+            kl = kl_estimate(batch.log_probs, piece.reference, actor.kl_loss_type, ratio)
             kl_loss = aggregate(kl, mask, piece.weights)
             loss = loss + actor.kl_loss_coef * kl_loss
             sums.kl_loss += float(kl_loss.detach())
-            sums.kl_clamped += float(masked_sum(kl_clamped(batch.log_probs, piece.reference, actor.kl_loss_type), mask))
+            clamped = kl_clamped(batch.log_probs, piece.reference, actor.kl_loss_type, ratio)
+            sums.kl_clamped += float(masked_sum(clamped, mask))
         if entropy is not None:
             padded = piece.rows.padded(entropy)
             loss = loss - actor.entropy_coeff * aggregate(padded, mask, piece.weights)

@@ -167,7 +167,8 @@ class PolicyWorker:
             step: training step, from 1; decides the learning rate.
 
         Returns:
-            One row per mini-batch with the columns of `updates`, less policy versions and digest.
+            One row per mini-batch with the columns of `updates`, less policy versions and digest; and `more`, further
+            metrics by their whole name.
 
         Raises:
             NonFiniteError: a signal, the loss or the gradient is not finite.
@@ -212,6 +213,7 @@ class PolicyWorker:
             "kl_loss": result.sums.kl_loss if actor.use_kl_loss and not result.skipped else None,
             "kl_clamped": int(result.sums.kl_clamped) if actor.use_kl_loss else None,
             "entropy": _mean_entropy(result) if actor.entropy_coeff != 0 and not result.skipped else None,
+            "more": result.more(),
             "seconds": time.perf_counter() - start,
         }
 
