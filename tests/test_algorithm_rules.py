@@ -90,7 +90,6 @@ REFUSALS = [
         {**GDPO, "algorithm.gdpo_reward_keys": ["gsm8k"], "algorithm.gdpo_reward_weights": [1.0, 0.5]},
         {**GDPO, "algorithm.gdpo_reward_keys": ["gsm8k"], "algorithm.gdpo_reward_weights": [0.5]},
     ),
-    ("REWARD_PARTS", {**GDPO, "reward.scale": 0.1}, {**GDPO}),
     (
         "REWARD_BOUNDS",
         {"reward.clip_low": 1.0, "reward.clip_high": -1.0},
@@ -123,6 +122,7 @@ REFUSALS = [
         {"loss.loss_mode": "clip_cov", "loss.clip_cov_lb": 5.0},
         {"loss.loss_mode": "clip_cov", "loss.clip_cov_lb": 4.9},
     ),
+    ("REWARD_PARTS", {**GDPO, "reward.scale": 0.1}, {**GDPO}),
 ]
 
 

@@ -151,8 +151,8 @@ def _check_reward_parts(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Itera
         yield Draft(
             "REWARD_PARTS",
             (*lost, "algorithm.adv_estimator"),
-            f"{by} normalises what each reward function returned, so that {', '.join(lost)} would change nothing. Leave "
-            "it out, make it a reward function, or use an estimator of the whole reward.",
+            f"{by} normalises what each reward function returned, so {', '.join(lost)} would change nothing. Leave it "
+            "out, make it a reward function, or use an estimator of the whole reward.",
             f"{by} takes no shaped reward",
         )
     keys_key, weights_key = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
