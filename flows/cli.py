@@ -38,6 +38,47 @@ def train(words: Words = None) -> None:
 
 
 @app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="key.path=value overrides of the run's own configuration.")
+    ] = None,
+    from_step: Annotated[int | None, typer.Option(help="Go back: make this step and all after it anew.")] = None,
+    from_stage: Annotated[
+        str | None, typer.Option(help="Of that step, keep what is made before this stage, such as advantages.")
+    ] = None,
+) -> None:
+    """Go on with a run under its own configuration, or go back to an earlier step in a new lineage."""
+    from flows.resume import resume_command
+
+    raise typer.Exit(resume_command(run, words or [], from_step, from_stage))
+
+
+@app.command()
+def fork(
+    source: Annotated[str, typer.Argument(help="RUN or RUN@STEP: a run's folder and one of its policies.")],
+    name: Annotated[str, typer.Argument(help="Name of the new run (trainer.experiment_name).")],
+    changes: Annotated[list[str] | None, typer.Option("--set", help="key.path=value that differs; may repeat.")] = None,
+) -> None:
+    """Train a new run that begins with another run's policy."""
+    from flows.resume import fork_command
+
+    raise typer.Exit(fork_command(source, name, changes or []))
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="RUN or RUN@STEP: a run's folder and one of its policies.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write it.")],
+    adapter: Annotated[bool, typer.Option(help="Of a LoRA run, the adapter alone instead of merged weights.")] = False,
+) -> None:
+    """Write a run's policy as a Hugging Face folder that transformers and vLLM load."""
+    from flows.resume import export_command
+
+    raise typer.Exit(export_command(source, folder, adapter))
+
+
+@app.command()
 def plan(
     words: Words = None,
     verl: Annotated[Path | None, typer.Option(help="Explain a verl launch script instead, without running it.")] = None,

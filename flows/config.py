@@ -60,9 +60,15 @@ class ConfigError(ValueError):
         super().__init__("\n".join((f"the configuration has {count}:", *(f"- {problem}" for problem in problems))))
 
 
-def load_config(files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> RunConfig:
-    """Merge files in order, then overrides in order, the later one winning; ConfigError with every error at once."""
-    layers, problems = Layers(), []
+def load_config(files: Sequence[Path] = (), overrides: Sequence[str] = (), base: RunConfig | None = None) -> RunConfig:
+    """Merge files in order, then overrides in order, the later one winning; ConfigError with every error at once.
+
+    Args:
+        files: YAML files.
+        overrides: `key.path=value` texts.
+        base: what the first of them goes on top of; None: the defaults.
+    """
+    layers, problems = Layers({} if base is None else base.model_dump(mode="json")), []
     for path in files:
         try:
             layers.merge(read_yaml(path), str(path))

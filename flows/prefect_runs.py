@@ -11,38 +11,35 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
-import queue
 import signal
+import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from uuid import UUID
 
-import httpx
 from prefect import Flow, Task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
-from prefect.context import FlowRunContext, SettingsContext, SyncClientContext, TaskRunContext, get_settings_context
+from prefect.context import FlowRunContext, SettingsContext, SyncClientContext, get_settings_context
 from prefect.events.clients import PrefectEventsClient
 from prefect.events.worker import EventsWorker
-from prefect.settings import temporary_settings
 from prefect.states import Completed, Crashed, Failed, Pending, Running, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 
+from flows.prefect_courier import Courier, LogHandler
 from flows.stages import RETRY_PAUSES_S, may_pass, plain_stages
-from storage import Artifact
+from storage import Artifact, StorageError, open_run
 
 if TYPE_CHECKING:
     from flows.prefect_server import PrefectAPI
@@ -53,12 +50,8 @@ logger = logging.getLogger(__name__)
 ID_WAIT_S = 5.0
 """How long a flow waits for the id of its run; then it runs plainly, and so do the next, until the server answers."""
 
-REQUEST_TIMEOUT_S = 20.0
-HELD_CALLS = 20_000
-"""Calls held for a server that is away; later ones are dropped."""
-
-CLOSE_WAIT_S, AWAY_WAIT_S = 10.0, 1.0
-"""How long the end waits for a server that takes what is left, and for one that does not answer."""
+CLOSE_WAIT_S = 10.0
+"""How long the end waits for a server that takes what is left."""
 
 
 class PrefectRuns:
@@ -66,12 +59,12 @@ class PrefectRuns:
 
     def __init__(self, api: PrefectAPI, tags: Sequence[str], say: Callable[[str], None]) -> None:
         self._tags = list(tags)
-        self._courier = _Courier(api, say)
+        self._courier = Courier(api, say)
         self._client = _LocalClient(api.url, self._courier)
         self._context = contextvars.Context()
         self._flows: dict[str, Flow[[], None]] = {}
         self._spare: tuple[str, Future[FlowRun]] | None = None
-        self._logs = _LogHandler(self._courier)
+        self._logs = LogHandler(self._courier)
         self._api_url = api.url
 
     def __enter__(self) -> Self:
@@ -207,15 +200,30 @@ class PrefectRuns:
         tell(Completed() if call.error is None else Failed(message=f"{type(call.error).__name__}: {call.error}"))
 
     def _close_dead_runs(self, client: SyncPrefectClient) -> None:
-        """Close what a process of this run left open when it died; the run's lock says that it is dead."""
-        left = FlowRunFilter.model_validate(
-            {"tags": {"all_": self._tags[:1]}, "state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
-        )
-        for flow_run in client.read_flow_runs(flow_run_filter=left, limit=200):
+        """Close what processes left open that died: of this run, whose lock we hold, and of runs whose lock is free."""
+        open_states = {"state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
+        left = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(open_states), limit=200)
+        dead = {self._tags[0], *(tag for flow_run in left for tag in flow_run.tags if _is_dead(flow_run, tag))}
+        for flow_run in left:
+            if not dead & set(flow_run.tags):
+                continue
             if flow_run.state and flow_run.state.is_pending():
                 client.delete_flow_run(flow_run.id)
             else:
                 client.set_flow_run_state(flow_run.id, Crashed(message="The process ended without a word."), force=True)
+
+
+def _is_dead(flow_run: FlowRun, tag: str) -> bool:
+    """Whether this is the flow run of a whole run with this tag, of this machine, to which no process writes."""
+    folder = flow_run.parameters.get("folder")
+    if not isinstance(folder, str):
+        return False
+    try:
+        run = open_run(folder)
+        host = json.loads((run.root / "lock").read_text())["host"]
+    except (StorageError, OSError, ValueError, KeyError):
+        return False
+    return tag == f"run:{run.run_id}" and host == socket.gethostname() and run.owner() is None
 
 
 # ------------------------------------------------------------------------------------------------- inside a flow run
@@ -317,7 +325,7 @@ def _unseen(argument: Any) -> Any:
 class _LocalClient(SyncPrefectClient):
     """Prefect's client as its engine sees it: answers from memory, and hands states to the courier."""
 
-    def __init__(self, url: str, courier: _Courier) -> None:
+    def __init__(self, url: str, courier: Courier) -> None:
         super().__init__(url)
         self._courier = courier
         self._held: dict[UUID, FlowRun] = {}
@@ -351,170 +359,3 @@ class _LocalClient(SyncPrefectClient):
     def read_server_default_result_storage(self) -> Any:
         """No result is stored, so it does not matter where."""
         return SimpleNamespace(default_result_storage_block_id=None)
-
-
-# ------------------------------------------------------------------------------------------------------- the courier
-
-
-class _Busy(httpx.TransportError):
-    """The server refuses for now."""
-
-
-def _refuse_to_wait(response: httpx.Response) -> None:
-    """Raise for an answer that Prefect's client would meet with a sleep of two seconds, such as SQLite's collisions."""
-    if response.status_code in (408, 429, 502, 503, 504):
-        raise _Busy(f"HTTP {response.status_code}")
-
-
-class _Courier:
-    """Carries calls to the API in order, from a thread of its own, and holds them while the server is away."""
-
-    def __init__(self, api: PrefectAPI, say: Callable[[str], None]) -> None:
-        self.away = False
-        self._api = api
-        self._say = say
-        self._calls: queue.Queue[tuple[Callable[[SyncPrefectClient], Any], Future[Any]] | None] = queue.Queue()
-        self._logs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._given_up = threading.Event()
-        self._away_since = 0.0
-        self._lost = 0
-        self._thread = threading.Thread(target=contextvars.Context().run, args=(self._carry,), daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def send(self, call: Callable[[SyncPrefectClient], R]) -> Future[R]:
-        """Have a call made; the future has its answer."""
-        answer: Future[R] = Future()
-        if self._calls.qsize() >= HELD_CALLS:
-            self._lose(answer, RuntimeError("too many calls wait for the server"))
-        else:
-            self._calls.put((call, answer))
-        return answer
-
-    def log(self, line: dict[str, Any]) -> None:
-        """Have a log line sent with the next ones."""
-        if not self.away and self._logs.qsize() < HELD_CALLS:
-            self._logs.put(line)
-
-    def finish(self, timeout_s: float) -> None:
-        """Send what is left, within a time, and stop."""
-        self._calls.put(None)
-        started = time.monotonic()
-        while self._thread.is_alive() and time.monotonic() - started < (AWAY_WAIT_S if self.away else timeout_s):
-            self._thread.join(0.05)
-        self._given_up.set()
-        self._thread.join(AWAY_WAIT_S)
-        lost = self._lost + sum(1 for _ in self._left())
-        if lost:
-            self._say(f"{lost} records for Prefect at {self._api.url} were not delivered; the run itself is complete")
-
-    def went_away(self, why: str) -> None:
-        """Note, and say once, that the server does not answer."""
-        if not self.away:
-            self.away, self._away_since = True, time.monotonic()
-            self._say(f"The Prefect API at {self._api.url} does not answer ({why}). Training goes on without it")
-
-    def _came_back(self) -> None:
-        if self.away:
-            self.away = False
-            self._say(f"The Prefect API answers again after {time.monotonic() - self._away_since:.0f} s")
-
-    def _await_start(self) -> None:
-        """Wait here for a server that is still starting; flows run plainly meanwhile, and their states are kept."""
-        if not self._api.answers():
-            self.away = True
-            problem = self._api.wait_ready(lambda _: None, self._given_up)
-            self.away = False
-            if problem is not None:
-                self.went_away(problem)
-
-    def _carry(self) -> None:
-        updates: dict[Any, Any] = {
-            "api.url": self._api.url,
-            "api.request_timeout": REQUEST_TIMEOUT_S,
-            "client.max_retries": 0,
-        }
-        hooks = {"response": [_refuse_to_wait]}
-        with temporary_settings(updates), get_client({"event_hooks": hooks}, sync_client=True) as client:
-            self._await_start()
-            while not self._given_up.is_set():
-                try:
-                    item = self._calls.get(timeout=1.0)
-                except queue.Empty:
-                    self._send_logs(client)
-                    continue
-                if item is None:
-                    self._send_logs(client)
-                    return
-                self._make(client, *item)
-
-    def _make(self, client: SyncPrefectClient, call: Callable[[SyncPrefectClient], Any], answer: Future[Any]) -> None:
-        started, pause_s = time.monotonic(), 0.05
-        while True:
-            try:
-                value = call(client)
-            except httpx.TransportError as error:
-                if isinstance(error, httpx.ConnectError) or time.monotonic() - started > ID_WAIT_S:
-                    self.went_away(str(error) or type(error).__name__)
-                    self._api.revive()
-                if self._given_up.wait(pause_s):
-                    return self._lose(answer, error)
-                pause_s = min(2 * pause_s, 5.0)
-            except Exception as error:
-                logger.debug("Prefect refused a call", exc_info=True)
-                answer.set_exception(error)
-                return None
-            else:
-                self._came_back()
-                answer.set_result(value)
-                return None
-
-    def _send_logs(self, client: SyncPrefectClient) -> None:
-        lines: list[dict[str, Any]] = []
-        while not self._logs.empty() and len(lines) < 500:
-            lines.append(self._logs.get())
-        if lines:
-            self._make(client, lambda client: client.create_logs(lines), Future())
-
-    def _lose(self, answer: Future[Any], error: Exception) -> None:
-        self._lost += 1
-        answer.set_exception(error)
-
-    def _left(self) -> Iterator[object]:
-        while not self._calls.empty():
-            if item := self._calls.get():
-                yield item
-
-
-class _LogHandler(logging.Handler):
-    """Shows log lines of our packages and of Prefect's engine with the flow or task run in which they were written."""
-
-    _SOURCES = ("flows", "tasks", "storage", "prefect.flow_runs", "prefect.task_runs")
-
-    def __init__(self, courier: _Courier) -> None:
-        super().__init__(logging.INFO)
-        self._courier = courier
-
-    def attach(self) -> None:
-        for name in self._SOURCES:
-            logging.getLogger(name).addHandler(self)
-
-    def detach(self) -> None:
-        for name in self._SOURCES:
-            logging.getLogger(name).removeHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        flow_context, task_context = FlowRunContext.get(), TaskRunContext.get()
-        if flow_context is None or flow_context.flow_run is None:
-            return
-        self._courier.log(
-            {
-                "name": record.name,
-                "level": record.levelno,
-                "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(),
-                "message": self.format(record),
-                "flow_run_id": str(flow_context.flow_run.id),
-                "task_run_id": str(task_context.task_run.id) if task_context else None,
-            }
-        )

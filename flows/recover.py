@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from storage import Artifact, RunWriter, StorageError
-from storage.checkpoints import intact_checkpoints
+from flows.run_folder import config_of
+from storage import Artifact, Run, RunWriter, StorageError
+from storage.checkpoints import Checkpoint, intact_checkpoints
 from tasks.config import RunConfig
 from tasks.stage import Step
 from tasks.update import update
@@ -15,33 +18,71 @@ if TYPE_CHECKING:
     from tasks.workers.policy import PolicyWorker
 
 
-def recover(run: RunWriter, cfg: RunConfig, worker: PolicyWorker, say: Callable[[str], None]) -> int:
+def recover(
+    run: RunWriter, cfg: RunConfig, worker: PolicyWorker, say: Callable[[str], None], *, total_steps: int
+) -> int:
     """Bring the worker to the policy after the last finished step, and return that step's number.
 
     No token is generated and no response scored: an update needs only the batches on disk.
+
+    Args:
+        run: the run.
+        cfg: its configuration from now on.
+        worker: holds the initial weights, or an earlier policy of the run.
+        say: told what was found and done.
+        total_steps: of the plan, on which learning rates may depend.
 
     Raises:
         StorageError: a stored batch is damaged or missing.
         StageError: an update made again gives other weights than it gave before.
     """
     last = last_finished_step(run)
-    for checkpoint in intact_checkpoints(run.root, skipped=say):
-        if checkpoint.step <= last:
-            worker.load(checkpoint.folder)
-            worker.policy_version = checkpoint.step
-            break
-    first = worker.policy_version
-    for index in range(first + 1, last + 1):
-        replay(run, cfg, worker, index)
+    told = rebuild(run, worker, last, say)
+    worker.follow(cfg, total_steps=total_steps)
     if last:
-        origin = f"checkpoint {first}" if first else "the initial weights"
-        which = f"updates {first + 1} to {last}" if last > first + 1 else f"update {last}"
-        repeated = f", {which} made again from the stored batches" if last > first else ""
-        say(f"found {last} finished steps: {origin}{repeated}")
+        say(f"found {last} finished steps: {told}")
     return last
 
 
-def replay(run: RunWriter, cfg: RunConfig, worker: PolicyWorker, index: int) -> None:
+def rebuild(run: RunWriter, worker: PolicyWorker, step: int, say: Callable[[str], None]) -> str:
+    """Bring the worker to the policy after a finished step, and return in words how.
+
+    Each update is made again under the configuration that it was made under; its weights, loss and gradient norm must
+    be those that were recorded.
+
+    Raises:
+        StorageError, StageError: as `recover`.
+    """
+    if worker.policy_version == step:
+        return f"the policy is version {step}"
+    started = time.monotonic()
+    checkpoint = newest_checkpoint(run, step, say)
+    if checkpoint is not None:
+        worker.load(checkpoint.folder)
+        worker.policy_version = checkpoint.step
+    first = worker.policy_version
+    for index in range(first + 1, step + 1):
+        replay(run, worker, index)
+    origin = f"checkpoint {first}" if first else "the initial weights"
+    if step == first:
+        return origin
+    which = f"update {step}" if step == first + 1 else f"updates {first + 1} to {step}"
+    return f"{origin}, {which} made again from the stored batches in {time.monotonic() - started:.0f} s"
+
+
+def newest_checkpoint(run: Run, step: int, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest intact checkpoint up to a step, of a history that the run's lineage sees."""
+    seen = seen_checkpoints(run)
+    upto = intact_checkpoints(run.root, skipped=say, seen=lambda one: one.step <= step and seen(one))
+    return next(upto, None)
+
+
+def seen_checkpoints(run: Run) -> Callable[[Checkpoint], bool]:
+    """Whether a checkpoint belongs to what the run's lineage sees."""
+    return lambda checkpoint: checkpoint.lineage == run.lineage_of(checkpoint.step)
+
+
+def replay(run: RunWriter, worker: PolicyWorker, index: int) -> None:
     """Make one stored update again."""
     view = run.step(index)
     found = {stage: view.artifact(stage) for stage in ("prompts", "rollouts", "old_log_probs", "advantages", "updates")}
@@ -52,6 +93,9 @@ def replay(run: RunWriter, cfg: RunConfig, worker: PolicyWorker, index: int) -> 
             "from it. Restore the missing folder, or a checkpoint of this step or a later one."
         )
     inputs: dict[str, Artifact] = {stage: artifact for stage, artifact in found.items() if artifact is not None}
+    lineage = run.lineage_of(index)
+    cfg = config_of(run, lineage)
+    worker.follow(cfg, total_steps=planned_steps(run, lineage))
     update(
         Step(index, run, cfg),
         inputs["prompts"],
@@ -64,7 +108,17 @@ def replay(run: RunWriter, cfg: RunConfig, worker: PolicyWorker, index: int) -> 
     )
 
 
-def last_finished_step(run: RunWriter) -> int:
+def planned_steps(run: Run, lineage: int) -> int | None:
+    """Steps of the plan under which a lineage was trained, on which its learning rates may depend; None: unknown."""
+    path = run.root / run.lineages[lineage].file_name("plan.json")
+    try:
+        steps: int | None = json.loads(path.read_bytes())["total_steps"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return steps
+
+
+def last_finished_step(run: Run) -> int:
     """The last step up to which all steps are finished; 0: none is."""
     finished = set(run.finished_steps())
     last = 0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from flows.config import to_yaml
-from storage import RunWriter, StorageError
+from storage import Run, RunWriter, StorageError, open_run
 from storage.durable import sha256_json
 from tasks.config import RunConfig
 from tasks.stage import code_digest
@@ -31,8 +32,32 @@ def run_folder(cfg: RunConfig) -> Path:
     return Path(cfg.storage.root) / trainer.project_name / trainer.experiment_name
 
 
-def open_run_for_training(cfg: RunConfig, say: Callable[[str], None]) -> RunWriter:
+@dataclass(frozen=True)
+class GoBack:
+    """Where a run is to be taken up again.
+
+    Attributes:
+        step: first step that is made anew.
+        stage: first stage of it; None: all of them.
+    """
+
+    step: int
+    stage: str | None = None
+
+
+def open_run_for_training(
+    cfg: RunConfig,
+    say: Callable[[str], None],
+    back: GoBack | None = None,
+    origin: Mapping[str, Any] | None = None,
+) -> RunWriter:
     """Make the run's folder, or take up the run that is in it.
+
+    Args:
+        cfg: the configuration.
+        say: told which folder it is.
+        back: the run will go back to this step; None: it goes on.
+        origin: kept with a new run: which policy of which run it begins with.
 
     Raises:
         RunLocked: a live process writes to it.
@@ -42,14 +67,17 @@ def open_run_for_training(cfg: RunConfig, say: Callable[[str], None]) -> RunWrit
     if cfg.trainer.resume_mode == "disable":
         folder = _beside(folder)
     if (folder / "run.json").exists():
+        if origin is not None and open_run(folder).identity.get("origin") != origin:
+            raise StorageError(f"{folder} holds another run already. Give the fork another name.")
         run = RunWriter(folder)
-        changes = allowed_changes(folder, cfg)
-        if changes:
+        changes = allowed_changes(folder, cfg, back)
+        if changes and back is None:
             run.append("config_changed", changes=changes)
         say(f"going on with {folder}")
     else:
         try:
-            run = RunWriter.create(folder, cfg.trainer.experiment_name, {"config.yaml": to_yaml(cfg)})
+            documents = {"config.yaml": to_yaml(cfg)}
+            run = RunWriter.create(folder, cfg.trainer.experiment_name, documents, origin)
         except (FileExistsError, NotADirectoryError):
             raise StorageError(
                 f"{folder} holds something that is no run. Set trainer.default_local_dir to another folder."
@@ -59,6 +87,58 @@ def open_run_for_training(cfg: RunConfig, say: Callable[[str], None]) -> RunWrit
     run.config_digest = sha256_json(cfg.model_dump(mode="json"))
     run.compression = cfg.storage.compression
     return run
+
+
+def config_of(run: Run, lineage: int) -> RunConfig:
+    """The configuration under which a lineage is trained.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    values = run.lineages[lineage].config
+    path = run.root / "config.yaml"
+    try:
+        return RunConfig.model_validate(yaml.safe_load(path.read_text()) if values is None else values)
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise StorageError(f"{path} cannot be read, so the run cannot go on: {error}") from error
+
+
+def check_going_back(run: Run, back: GoBack, last: int) -> None:
+    """Refuse to go back to where there is nothing.
+
+    Args:
+        run: the run.
+        back: where to.
+        last: its last finished step.
+
+    Raises:
+        StorageError: with the steps and stages that there are.
+    """
+    if not 1 <= back.step <= last + 1:
+        raise StorageError(f"--from-step {back.step}: {run.root} can be taken up at step 1 to {last + 1}")
+    if back.stage is None:
+        return
+    there = [stage for stage in run.step(back.step).stages() if not stage.startswith("val_")]
+    if back.stage not in there:
+        raise StorageError(
+            f"--from-stage {back.stage}: step {back.step} of {run.root} has {', '.join(there) or 'no stage yet'}"
+        )
+
+
+def open_lineage(run: RunWriter, cfg: RunConfig, back: GoBack, say: Callable[[str], None]) -> None:
+    """Take the run up at an earlier point: what it made from there on stays, and is read no more."""
+    before = config_of(run, run.lineage).model_dump(mode="json")
+    now = cfg.model_dump(mode="json")
+    changes = {key: [old, new] for key, old, new in _differences(before, now)}
+    parent = run.lineage
+    lineage = run.open_lineage(back.step, back.stage, changes, now)
+    run.write_document("config.yaml", to_yaml(cfg))
+    where = f"step {back.step}" + (f", {back.stage}" if back.stage else "")
+    changed = "; ".join(f"{key} {old!r} -> {new!r}" for key, (old, new) in changes.items())
+    say(
+        f"lineage {lineage.number} begins at {where}; what lineage {parent} made from there on is kept and not read"
+        f"{f' ({changed})' if changed else ''}"
+    )
 
 
 def _beside(folder: Path) -> Path:
@@ -86,6 +166,7 @@ MAY_CHANGE = (
     "data.val_max_samples",
     "actor_rollout_ref.rollout.val_kwargs",
     "trainer.alarms",
+    "trainer.stop_grace_s",
     "algorithm.filter_groups.max_num_gen_batches",
     "reward.num_workers",
     "reward.timeout_s",
@@ -108,28 +189,31 @@ def _rate_depends_on_length(cfg: RunConfig) -> bool:
     return optim.total_training_steps < 0 and (optim.lr_scheduler_type != "constant" or by_ratio)
 
 
-def allowed_changes(folder: Path, cfg: RunConfig) -> dict[str, list[Any]]:
+def allowed_changes(folder: Path, cfg: RunConfig, back: GoBack | None = None) -> dict[str, list[Any]]:
     """What differs between the configuration of the run in a folder and this one, where it may; {} for no run.
+
+    A run that goes back may change all but the model it began with.
 
     Raises:
         StorageError: it differs in what decides a step, or the run's configuration cannot be read.
     """
     if cfg.trainer.resume_mode == "disable" or not (folder / "run.json").exists():
         return {}
-    try:
-        before = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise StorageError(f"{folder / 'config.yaml'} cannot be read, so the run cannot go on: {error}") from error
+    run = open_run(folder)
+    before = config_of(run, run.lineage).model_dump(mode="json")
     changed = list(_differences(before, cfg.model_dump(mode="json")))
     may_change = [key for key in MAY_CHANGE if key not in DECIDE_THE_SCHEDULE or not _rate_depends_on_length(cfg)]
     refused = [change for change in changed if not change[0].startswith(tuple(may_change))]
+    if back is not None:
+        refused = [change for change in refused if change[0].startswith("actor_rollout_ref.model")]
     if refused:
         lines = [f"- {key}: the run has {old!r}, asked for is {new!r}" for key, old, new in refused]
         raise StorageError(
             f"{folder} holds a run whose configuration means something else:\n"
             + "\n".join(lines)
             + "\nNothing was written. Use the run's own values, or start another run with another "
-            "trainer.experiment_name or trainer.resume_mode=disable."
+            "trainer.experiment_name or trainer.resume_mode=disable"
+            + ("." if back else f"; `grpoflow resume {folder} --from-step K` changes them from step K on.")
         )
     return {key: [old, new] for key, old, new in changed}
 
@@ -150,7 +234,7 @@ def keep_inputs(
         StorageError: files or weights behind the same paths are other ones.
     """
     now = {"data.train_files": prompts.digest, "actor_rollout_ref.model.path": first_weights}
-    path = run.root / "inputs.json"
+    path = run.document("inputs.json")
     functions = [event["digest"] for event in run.events() if event["event"] == "reward_functions"]
     if functions and functions[-1] != reward_functions:
         last = max(run.finished_steps(), default=0)
@@ -159,8 +243,11 @@ def keep_inputs(
         )
     if functions[-1:] != [reward_functions]:
         run.append("reward_functions", digest=reward_functions)
-    if path.exists():
-        before = json.loads(path.read_text())["digests"]
+    begun = path if path.exists() else run.root / "inputs.json"
+    if begun.exists():
+        before = json.loads(begun.read_text())["digests"]
+        if begun != path:
+            before["data.train_files"] = now["data.train_files"]
         changed = [f"- {key}: {before[key][:12]} then, {now[key][:12]} now" for key in now if before[key] != now[key]]
         if changed:
             raise StorageError(
@@ -168,6 +255,7 @@ def keep_inputs(
                 + "\n".join(changed)
                 + "\nGive it back what it was begun with, or start another run."
             )
+    if begun == path and path.exists():
         return
     files = [{"path": file.path, "rows": file.rows, "sha256": file.sha256} for file in prompts.files]
     run.write_document("inputs.json", json.dumps({"digests": now, "files": files, "counts": prompts.counts}, indent=1))

@@ -64,14 +64,12 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def status(path: Path, as_json: bool, console: Console) -> None:
-    """Say where a run stands: owner, last finished step, what of the open step is committed, checkpoints."""
+    """Say where a run stands: owner, last finished step, checkpoints, and what of the open step is used again."""
     run = open_run(path)
     summary = _summary(run)
-    started = [index for index in run.steps() if index]
     last = summary["last_step"]
-    open_step = started[-1] if started and started[-1] > last else None
     summary["owner"] = run.owner()
-    summary["open_step"] = None if open_step is None else {"step": open_step, "committed": run.step(open_step).stages()}
+    summary["open_step"] = _open_step(run, last + 1) if last + 1 in run.steps() else None
     summary["checkpoints"] = [checkpoint.step for checkpoint in checkpoints(run.root)]
     summary["events"] = run.events()[-5:]
     if as_json:
@@ -83,12 +81,32 @@ def status(path: Path, as_json: bool, console: Console) -> None:
         console.print(Text(f"written by process {owner['pid']} on {owner['host']} since {owner.get('since', '?')}"))
     console.print(f"finished steps: {last}; checkpoints: {', '.join(map(str, summary['checkpoints'])) or 'none'}")
     if summary["open_step"]:
-        done = ", ".join(summary["open_step"]["committed"]) or "nothing yet"
-        console.print(f"step {open_step} is open; committed: {done}")
+        found = summary["open_step"]
+        console.print(f"step {found['step']} is open; committed: {', '.join(found['committed']) or 'nothing yet'}")
+        for sentence in found["told"]:
+            console.print(Text(f"  {sentence}"), soft_wrap=True)
     for event in summary["events"]:
         rest = {name: value for name, value in event.items() if name not in ("event", "at") and value not in (None, [])}
         told = ", ".join(f"{name} {value[:12] if name.endswith('digest') else value}" for name, value in rest.items())
         console.print(Text(f"{event['at'][:19]} {event['event']}: {told}", style="dim"), soft_wrap=True)
+
+
+def _open_step(run: Run, step: int) -> dict[str, Any]:
+    """What of a step is committed, which of it is not used again and why, and the same in sentences."""
+    # Opening stages imports what they compute with, which no other view needs.
+    from flows.run_folder import config_of
+    from flows.stale import in_sentences, stale_reasons
+
+    committed = run.step(step).stages()
+    if not committed:
+        return {"step": step, "committed": [], "stale": {}, "told": []}
+    try:
+        reasons = stale_reasons(run, config_of(run, run.lineage), step)
+    except StorageError as error:
+        told = [f"what is used again cannot be told: {error}"]
+        return {"step": step, "committed": committed, "stale": {}, "told": told}
+    stale = {stage: why for stage, why in reasons.items() if why}
+    return {"step": step, "committed": committed, "stale": stale, "told": in_sentences(reasons)}
 
 
 def show(

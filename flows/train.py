@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,29 +15,36 @@ from rich.text import Text
 
 from flows.alarms import alarms
 from flows.config import load_config
+from flows.interrupts import Terminated, polite_end
 from flows.plan_view import plan_of
 from flows.plan_words import plan_in_brief
 from flows.prefect_server import PrefectAPI, prefect_api
 from flows.progress import Progress
 from flows.recipes import prepare
-from flows.recover import recover
-from flows.run_folder import allowed_changes, keep_inputs, open_run_for_training, run_folder
+from flows.recover import last_finished_step, newest_checkpoint, rebuild, recover, seen_checkpoints
+from flows.run_folder import (
+    GoBack,
+    allowed_changes,
+    check_going_back,
+    keep_inputs,
+    open_lineage,
+    open_run_for_training,
+    run_folder,
+)
 from flows.stages import StageRunner, stage_runner
 from flows.step import Stages, Workers, train_step, validate_policy
 from flows.support import refuse_unbuilt
 from flows.tracking import Tracker
 from storage import RunWriter
-from storage.checkpoints import intact_checkpoints, prune_checkpoints, save_checkpoint
+from storage.checkpoints import prune_checkpoints, save_checkpoint
+from tasks.advantage import kl_coef
 from tasks.config import RunConfig
 from tasks.data import PreparedPrompts, prepare_prompts
+from tasks.filter_groups import calls_before
 from tasks.geometry import Plan, PlanError
 from tasks.rewards.pool import RewardPool
 from tasks.stage import Step
 from tasks.tokenizer import load_tokenizer
-
-
-class Terminated(SystemExit):
-    """The run was told to end by SIGTERM."""
 
 
 @dataclass
@@ -58,34 +64,62 @@ class Outcome:
 
 def train_command(files: Sequence[Path], overrides: Sequence[str]) -> int:
     """Train from configuration files and overrides, say what happens, and return the exit code."""
+    return train_and_tell(load_config(files, overrides), recipes=files)
+
+
+def train_and_tell(
+    cfg: RunConfig,
+    *,
+    recipes: Sequence[Path] = (),
+    back: GoBack | None = None,
+    origin: Mapping[str, Any] | None = None,
+) -> int:
+    """Train with the servers that the configuration asks for, say what came of it, and return the exit code.
+
+    Args:
+        cfg: the configuration.
+        recipes: its files; a recipe among them makes what the configuration leaves open.
+        back: see run_training.
+        origin: see run_training.
+    """
     # Read when torch is imported: threads that wait for work leave the processor to others.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = Console()
-    cfg = load_config(files, overrides)
     refuse_unbuilt(cfg, checked(plan_of(cfg)))
     with ExitStack() as stack:
-        stack.enter_context(sigterm_raises())
         say = Progress(console).say
+        check = stack.enter_context(polite_end(cfg.trainer.stop_grace_s, say))
         api = stack.enter_context(prefect_api(cfg.orchestration, Path(cfg.storage.root), say))
-        cfg = prepare(files, cfg, say, api)
-        outcome = run_training(cfg, console, api)
+        cfg = prepare(recipes, cfg, say, api)
+        outcome = run_training(cfg, console, api, back=back, origin=origin, before_stage=check)
     print_outcome(outcome, console)
     return 0
 
 
-def run_training(cfg: RunConfig, console: Console, api: PrefectAPI | None = None) -> Outcome:
+def run_training(
+    cfg: RunConfig,
+    console: Console,
+    api: PrefectAPI | None = None,
+    *,
+    back: GoBack | None = None,
+    origin: Mapping[str, Any] | None = None,
+    before_stage: Callable[[], None] = lambda: None,
+) -> Outcome:
     """Train one run to the end of its plan.
 
     Args:
         cfg: the configuration.
         console: where progress goes.
         api: Prefect server to report to; None: none.
+        back: go back to a step of the run in the folder, in a new lineage; None: go on where it stopped.
+        origin: which policy of which other run a new run begins with, to be kept in its `run.json`.
+        before_stage: called before each stage; what it raises ends the run.
 
     Raises:
         ValueError, StorageError: the configuration, its data or the folder does not allow it.
     """
     refuse_unbuilt(cfg, checked(plan_of(cfg)))
-    allowed_changes(run_folder(cfg), cfg)
+    allowed_changes(run_folder(cfg), cfg, back)
     data = load_data(cfg)
     plan = checked(plan_of(cfg, train_prompts=data.train.table.num_rows, val_prompts=data.val_prompts))
     progress = Progress(console, plan.total_steps or 0)
@@ -95,16 +129,21 @@ def run_training(cfg: RunConfig, console: Console, api: PrefectAPI | None = None
     with ExitStack() as stack:
         # What can be refused is refused here, before there is a run.
         workers = stack.enter_context(open_workers(cfg, plan, data))
-        run = stack.enter_context(open_run_for_training(cfg, progress.say))
+        first_weights = workers.policy.weights_digest()
+        run = stack.enter_context(open_run_for_training(cfg, progress.say, back, origin))
+        if back is not None:
+            check_going_back(run, back, last_finished_step(run))
+            rebuild(run, workers.policy, back.step - 1, progress.say)
+            open_lineage(run, cfg, back, progress.say)
         tracker = stack.enter_context(Tracker(run, cfg, progress.say))
-        keep_inputs(run, data.train, workers.policy.weights_digest(), workers.rewards.code_digest, progress.say)
-        stack.enter_context(state_is_kept(run, tracker))
+        keep_inputs(run, data.train, first_weights, workers.rewards.code_digest, progress.say)
+        stack.enter_context(state_is_kept(run, tracker, progress.say))
         runner = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
         describe(run, cfg, plan, data, tracker)
         # The server has been starting since this process began; only now is it needed.
         if api is not None and (problem := api.wait_ready(progress.say)):
             progress.say(f"{problem}; training goes on without it")
-        loop = Loop(run, cfg, plan, workers, runner, tracker, progress)
+        loop = Loop(run, cfg, plan, workers, runner, tracker, progress, before_stage)
         return runner.call(train, loop, name=run.run_id, shown={"folder": str(run.root)})
 
 
@@ -125,22 +164,8 @@ def checked(plan: Plan) -> Plan:
 
 
 @contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises Terminated in the block, so that it ends like Ctrl-C: nothing half done is committed."""
-
-    def raise_it(*_: object) -> None:
-        raise Terminated(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, raise_it)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def state_is_kept(run: RunWriter, tracker: Tracker) -> Iterator[None]:
-    """Write the run's state into its ledger and its tracking run, however the block ends."""
+def state_is_kept(run: RunWriter, tracker: Tracker, say: Callable[[str], None]) -> Iterator[None]:
+    """Write the run's state into its ledger and its tracking run, however the block ends, and say how to go on."""
     run.append("opened", state="running", code_digest=run.code_digest, config_digest=run.config_digest)
     state, reason = "finished", None
     try:
@@ -154,6 +179,8 @@ def state_is_kept(run: RunWriter, tracker: Tracker) -> Iterator[None]:
     finally:
         run.append("closed", state=state, reason=reason)
         tracker.finish(state)
+        if state != "finished":
+            say(f"{state}; go on with: grpoflow resume {_short(run.root)}")
 
 
 @dataclass(frozen=True)
@@ -229,14 +256,15 @@ class Loop:
     runner: StageRunner
     tracker: Tracker
     progress: Progress
+    before_stage: Callable[[], None] = lambda: None
 
     def to_the_end(self) -> Outcome:
         """Recover, then train until the plan's last step, validating and saving as `trainer` says."""
         outcome = Outcome(self.run.root)
         with self.progress.live():
-            done = recover(self.run, self.cfg, self.workers.policy, self.progress.say)
+            done = recover(self.run, self.cfg, self.workers.policy, self.progress.say, total_steps=self.total)
             if self.workers.val and (self.cfg.trainer.val_only or (self.cfg.trainer.val_before_train and not done)):
-                self._run(validate_policy, Step(done, self.run, self.cfg), f"validate-{done:06d}")
+                self._run(validate_policy, self._step(done), f"validate-{done:06d}")
                 self._report(done, outcome)
             if done >= self.total:
                 self.progress.say(f"all {self.total} steps are finished; trainer.total_training_steps can ask for more")
@@ -272,9 +300,12 @@ class Loop:
 
     def step(self, index: int, outcome: Outcome, *, validates: bool) -> None:
         """Run one step as a flow, send its metrics, print its line."""
-        step = Step(index, self.run, self.cfg, validates=validates and self.workers.val is not None)
+        step = self._step(index, validates=validates and self.workers.val is not None)
         self._run(train_step, step, f"step-{index:06d}", f"step-{index + 1:06d}" if index < self.total else None)
         self._report(index, outcome)
+
+    def _step(self, index: int, *, validates: bool = False) -> Step:
+        return Step(index, self.run, self.cfg, validates=validates, before_stage=self.before_stage)
 
     def _run(self, flow: Callable[..., Any], step: Step, name: str, next_name: str | None = None) -> None:
         self.runner.call(flow, step, self.workers, name=name, next_name=next_name)
@@ -296,12 +327,26 @@ class Loop:
     def _save(self, index: int) -> None:
         """Save a checkpoint, unless it is there and intact, and only then let go of the oldest."""
         policy = self.workers.policy
-        newest = next(intact_checkpoints(self.run.root, skipped=self.progress.say), None)
+        newest = newest_checkpoint(self.run, index, self.progress.say)
         if newest is not None and newest.step == index:
             return
-        about = {"policy_version": index, "weights_digest": policy.weights_digest(), "run_id": self.run.run_id}
-        save_checkpoint(self.run.root, index, policy.save, expected_bytes=policy.checkpoint_bytes(), about=about)
-        removed = prune_checkpoints(self.run.root, self.cfg.trainer.max_actor_ckpt_to_keep)
+        about = {
+            "run_id": self.run.run_id,
+            "policy_version": index,
+            "weights_digest": policy.weights_digest(),
+            "kl_coef": kl_coef(self.cfg, self.run.step(index).artifact("advantages")),
+            "generate_calls": calls_before(self.run.step(index).artifact("prompts")),
+        }
+        save_checkpoint(
+            self.run.root,
+            index,
+            policy.save,
+            expected_bytes=policy.checkpoint_bytes(),
+            about=about,
+            lineage=self.run.lineage,
+        )
+        keep, seen = self.cfg.trainer.max_actor_ckpt_to_keep, seen_checkpoints(self.run)
+        removed = prune_checkpoints(self.run.root, keep, self.progress.say, seen)
         self.run.append("checkpoint", step=index, removed=removed)
 
 

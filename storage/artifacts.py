@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
 from collections import OrderedDict
@@ -18,6 +20,10 @@ from storage.durable import StorageError, all_or_nothing, sha256_file, sha256_js
 from storage.schema import FORMAT_VERSION, schema_of
 
 MANIFEST = "manifest.json"
+DROPPED = "dropped.json"
+"""Beside the manifest of an artifact whose rows retention has dropped: when and why."""
+PACKED = ".zst"
+"""Ending behind the name of a part that retention has compressed: the same file in a zstd frame."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class Manifest(BaseModel):
     attempt: int
     key: str
     """Digest of all that decides the content: inputs, config keys read, policy version, code."""
+    made_from: dict[str, Any] | None = None
+    """What `key` is the digest of, and under `modules` the digest of each module's source; null: not written down."""
     rows: int
     bytes: int
     digest: str
@@ -100,6 +108,7 @@ class Provenance:
     config_digest: str
     started_at: datetime
     parents: Mapping[str, str] = field(default_factory=dict)
+    made_from: Mapping[str, Any] | None = None
 
 
 def write_part(folder: Path, rank: int, table: pa.Table, compression: str = "none") -> Part:
@@ -169,6 +178,7 @@ def commit_parts(
         stage=stage,
         attempt=made_by.attempt,
         key=made_by.key,
+        made_from=None if made_by.made_from is None else dict(made_by.made_from),
         rows=rows,
         bytes=size,
         digest=_content_digest(schema_id, parts),
@@ -224,20 +234,54 @@ def check_parts(folder: Path, manifest: Manifest) -> None:
     A file that this process wrote or checked before, and that has not changed since, is not read again.
 
     Raises:
-        StorageError: a part is missing, cut or changed.
+        StorageError: a part is missing, cut or changed, or retention has dropped it.
     """
+    _refuse_dropped(folder)
     for part in manifest.parts:
-        path = folder / part.name
+        path = stored_part(folder, part.name)
         try:
             size = path.stat().st_size
         except FileNotFoundError:
             raise StorageError(f"{path} is missing though {MANIFEST} names it") from None
-        if size != part.bytes:
+        packed = path.name.endswith(PACKED)
+        if size != part.bytes and not packed:
             raise StorageError(f"{path} has {size} bytes but was committed with {part.bytes}")
         if _trusted.get(str(path)) != (*_stamp(path), part.sha256):
-            if sha256_file(path) != part.sha256:
+            if (hashlib.sha256(unpacked(path)).hexdigest() if packed else sha256_file(path)) != part.sha256:
                 raise StorageError(f"{path} has changed since it was committed: its SHA-256 is not the manifest's")
             _trust(path, part.sha256)
+
+
+def stored_part(folder: Path, name: str) -> Path:
+    """Where a part lies: under its own name, or compressed beside it."""
+    path = folder / name
+    packed = path.with_name(name + PACKED)
+    return packed if not path.exists() and packed.exists() else path
+
+
+def unpacked(path: Path) -> pa.Buffer:
+    """The bytes of a part that retention has compressed.
+
+    Raises:
+        StorageError: the file is cut or changed.
+    """
+    try:
+        with pa.input_stream(str(path), compression="zstd") as stream:
+            return pa.py_buffer(stream.read())
+    except OSError as error:
+        raise StorageError(f"{path} has changed since it was compressed: {error}") from error
+
+
+def _refuse_dropped(folder: Path) -> None:
+    path = folder / DROPPED
+    try:
+        about = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return
+    except ValueError:
+        about = {}
+    when, why = about.get("at", "an unknown date"), about.get("why", "nobody knows why")
+    raise StorageError(f"the rows of {folder} were dropped on {when}: {why}. Only the manifest is left.")
 
 
 def read_table(artifact: Artifact | Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -249,14 +293,14 @@ def read_table(artifact: Artifact | Path, columns: Sequence[str] | None = None) 
 
     Raises:
         FileNotFoundError: nothing is committed here.
-        StorageError: it is damaged, or is not what the reference names.
+        StorageError: it is damaged, is not what the reference names, or retention has dropped its rows.
     """
     folder = artifact.folder if isinstance(artifact, Artifact) else artifact
     manifest = read_manifest(folder)
     if isinstance(artifact, Artifact) and manifest.digest != artifact.digest:
         raise StorageError(f"{folder} holds {manifest.digest[:12]}, not the {artifact.digest[:12]} that is asked for")
     check_parts(folder, manifest)
-    tables = [_map(folder / part.name, columns) for part in manifest.parts]
+    tables = [_map(stored_part(folder, part.name), columns) for part in manifest.parts]
     table = pa.concat_tables(tables) if tables else schema_of(manifest.stage).empty_table()
     if table.num_rows != manifest.rows:
         raise StorageError(f"{folder} reads as {table.num_rows} rows but was committed with {manifest.rows}")
@@ -265,7 +309,8 @@ def read_table(artifact: Artifact | Path, columns: Sequence[str] | None = None) 
 
 def _map(path: Path, columns: Sequence[str] | None) -> pa.Table:
     try:
-        with pa.ipc.open_file(pa.memory_map(str(path), "r")) as reader:
+        source = unpacked(path) if path.name.endswith(PACKED) else pa.memory_map(str(path), "r")
+        with pa.ipc.open_file(source) as reader:
             table = reader.read_all()
         return table if columns is None else table.select(list(columns))
     except (pa.ArrowInvalid, OSError) as error:

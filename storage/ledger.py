@@ -4,9 +4,12 @@
     steps/000042/rollouts/0001/{part-00000.arrow, manifest.json}      step, artifact, attempt
     steps/000042/step.json                                            the step as a whole: metrics, digests
     checkpoints/000040/                                               see storage/checkpoints.py
+    lineages/0002.json                                                where and why the run went back
+    steps/000042/step-0002.json  checkpoints/000040-0002/             the same for that lineage
 
 Nothing committed is rewritten: an artifact made again is a new attempt beside the old one. Step 0 holds what happens
-before the first step.
+before the first step. A run that goes back to a step opens a lineage: it sees what its parent made before that step,
+and nothing of what came after.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
@@ -54,6 +58,52 @@ STAGES = (*SCHEMAS, *KIND)
 _RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+=@-]*$")
 
 
+@dataclass(frozen=True)
+class Lineage:
+    """One history of a run. The first begins with the run; each other one where an earlier one was gone back to.
+
+    Attributes:
+        number: from 1.
+        parent: the lineage that it branches off; None: the first.
+        step: first step that it makes itself.
+        stage: first stage of that step that it makes itself; None: all of them.
+        changes: configuration keys that differ from the parent's, with both values.
+        config: its resolved configuration as JSON values; None: that of `config.yaml`.
+    """
+
+    number: int
+    parent: int | None = None
+    step: int = 0
+    stage: str | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+
+    def file_name(self, name: str) -> str:
+        """Name of this lineage's file beside those of the others: `step.json`, `step-0002.json`."""
+        stem, dot, ending = name.partition(".")
+        return name if self.number == 1 else f"{stem}-{self.number:04d}{dot}{ending}"
+
+
+AFTER = {
+    "prompts": ("rollouts", "greedy_rollouts"),
+    "rollouts": ("old_log_probs", "ref_log_probs", "rewards"),
+    "greedy_rollouts": ("greedy_rewards",),
+    "greedy_rewards": ("advantages",),
+    "old_log_probs": ("advantages", "updates"),
+    "ref_log_probs": ("advantages", "updates"),
+    "rewards": ("advantages",),
+    "advantages": ("updates",),
+    "updates": ("val_prompts", "val_rollouts", "val_rewards"),
+}
+"""Artifacts that are made from an artifact of the same step."""
+
+
+def depends_on(stage: str, first: str) -> bool:
+    """Whether an artifact is made from another one of its step, or is that one."""
+    stage, first = without_round(stage), without_round(first)
+    return stage == first or any(depends_on(stage, after) for after in AFTER.get(first, ()))
+
+
 class RunLocked(StorageError):
     """Another live process writes to this run."""
 
@@ -67,9 +117,13 @@ class StepView:
         self.folder = run.root / "steps" / f"{index:06d}"
 
     def attempts(self, stage: str) -> list[Path]:
-        """Folders of an artifact's committed attempts, oldest first."""
+        """Folders of an artifact's committed attempts that the run's lineage sees, oldest first."""
         folders = (self.folder / stage).glob("[0-9]*")
-        return sorted(folder for folder in folders if folder.name.isdigit() and (folder / MANIFEST).is_file())
+        there = sorted(folder for folder in folders if folder.name.isdigit() and (folder / MANIFEST).is_file())
+        if self.run.lineage == 1 and not self.run.has_lineages:
+            return there
+        seen = self.run.lineage_of(self.index, stage)
+        return [folder for folder in there if _lineage_of_attempt(folder) == seen]
 
     def manifest(self, stage: str) -> Manifest | None:
         """Manifest of the newest attempt; None when nothing is committed."""
@@ -101,7 +155,7 @@ class StepView:
     @property
     def record(self) -> dict[str, Any] | None:
         """The step as a whole: metrics and digests; None when the step is not finished."""
-        path = self.folder / "step.json"
+        path = self.run.record_path(self.index)
         try:
             return json.loads(path.read_text()) if path.is_file() else None
         except ValueError as error:
@@ -113,8 +167,50 @@ class StepView:
 class Run:
     """A run's folder, for reading. `open_run` makes one."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, lineage: int | None = None) -> None:
         self.root = root.absolute()
+        self._wanted = lineage
+
+    @cached_property
+    def lineages(self) -> dict[int, Lineage]:
+        """All lineages by number.
+
+        Raises:
+            StorageError: a lineage's file is damaged.
+        """
+        found = {1: Lineage(1)}
+        for path in sorted((self.root / "lineages").glob("[0-9]*.json")):
+            try:
+                values = json.loads(path.read_bytes())
+                names = {"number", "parent", "step", "stage", "changes", "config"}
+                found[int(path.stem)] = Lineage(**{name: values[name] for name in names})
+            except (ValueError, KeyError, TypeError) as error:
+                raise StorageError(f"{path} is damaged: {error!r}. Restore it from a copy of the run.") from error
+        return found
+
+    @property
+    def lineage(self) -> int:
+        """The lineage that is read and written: the newest, unless an older one was asked for."""
+        return max(self.lineages) if self._wanted is None else self._wanted
+
+    @property
+    def has_lineages(self) -> bool:
+        """Whether the run has ever gone back."""
+        return len(self.lineages) > 1
+
+    def lineage_of(self, step: int, stage: str | None = None) -> int:
+        """Number of the lineage whose artifact of a step this one sees; `stage` None: the step as a whole."""
+        seen = self.lineages[self.lineage]
+        while seen.parent is not None:
+            kept = seen.stage is not None and stage is not None and not depends_on(stage, seen.stage)
+            if step > seen.step or (step == seen.step and not kept):
+                break
+            seen = self.lineages[seen.parent]
+        return seen.number
+
+    def document(self, name: str) -> Path:
+        """Path of a text that each lineage has of its own, such as `plan.json`."""
+        return self.root / self.lineages[self.lineage].file_name(name)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -146,9 +242,12 @@ class Run:
 
     def finished_steps(self) -> list[int]:
         """Numbers of the finished training steps."""
-        return [
-            index for index in self.steps() if index and (self.root / "steps" / f"{index:06d}" / "step.json").is_file()
-        ]
+        return [index for index in self.steps() if index and self.record_path(index).is_file()]
+
+    def record_path(self, index: int) -> Path:
+        """Where the record of a finished step is."""
+        lineage = self.lineages[self.lineage_of(index)]
+        return self.root / "steps" / f"{index:06d}" / lineage.file_name("step.json")
 
     def events(self) -> list[dict[str, Any]]:
         """The ledger: what happened to this run, oldest first."""
@@ -182,8 +281,6 @@ class Run:
 class RunWriter(Run):
     """A run's folder in the hands of its one writer. Use it as a context manager: leaving it gives the lock back."""
 
-    lineage = 1
-
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self._lock_file = _take_lock(self.root)
@@ -193,13 +290,20 @@ class RunWriter(Run):
         self._drop_uncommitted()
 
     @classmethod
-    def create(cls, root: Path, name: str, documents: Mapping[str, str] | None = None) -> Self:
+    def create(
+        cls,
+        root: Path,
+        name: str,
+        documents: Mapping[str, str] | None = None,
+        origin: Mapping[str, Any] | None = None,
+    ) -> Self:
         """Make a new run's folder and take its lock. The folder appears with all it must have, or not at all.
 
         Args:
             root: the folder; it may be there, empty.
             name: the run's name.
             documents: texts that are kept with the run from its start, by file name.
+            origin: which policy of which other run it begins with; None: of none.
 
         Raises:
             FileExistsError: there is something in the folder.
@@ -216,6 +320,7 @@ class RunWriter(Run):
             "name": name,
             "format_version": FORMAT_VERSION,
             "created_at": _now(),
+            **({"origin": dict(origin)} if origin else {}),
         }
         with all_or_nothing(aside, f"run {name}"):
             for file, text in (documents or {}).items():
@@ -239,11 +344,30 @@ class RunWriter(Run):
         """Add an event to the ledger."""
         append_json_line(self.root / "ledger.jsonl", {"event": event, "at": _now(), **values})
 
+    def open_lineage(
+        self, step: int, stage: str | None, changes: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> Lineage:
+        """Go back: from now on the run sees nothing of its present lineage from `step` on, or from `stage` of it on.
+
+        Args:
+            step: first step that is made anew.
+            stage: first stage of it; None: all of them.
+            changes: configuration keys that differ from the present lineage's, with both values.
+            config: the whole configuration from now on.
+        """
+        parent = self.lineage
+        lineage = Lineage(max(self.lineages) + 1, parent, step, stage, changes, config)
+        (self.root / "lineages").mkdir(exist_ok=True)
+        write_json(self.root / "lineages" / f"{lineage.number:04d}.json", {**asdict(lineage), "at": _now()})
+        del self.lineages
+        self.append("lineage", lineage=lineage.number, parent=parent, step=step, stage=stage, changes=dict(changes))
+        return lineage
+
     def write_document(self, name: str, text: str) -> None:
-        """Keep a text with the run, such as its resolved configuration."""
+        """Keep a text with the run, such as its plan; other lineages keep theirs."""
         aside = self.root / f".{name}.aside"
         aside.write_text(text, encoding="utf-8")
-        aside.rename(self.root / name)
+        aside.rename(self.document(name))
 
     def find(self, step: int, stage: str, key: str) -> Artifact | None:
         """The newest attempt of an artifact that was made from exactly this (its key) and is intact on disk."""
@@ -300,7 +424,8 @@ class RunWriter(Run):
     def finish_step(self, step: int, record: Mapping[str, Any]) -> None:
         """Write down a step as a whole; from now on it counts as finished."""
         self.step(step).folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.step(step).folder / "step.json", {"step": step, "finished_at": _now(), **record})
+        about = {"step": step, "lineage": self.lineage, "finished_at": _now()}
+        write_json(self.record_path(step), {**about, **record})
 
     def quarantine(self, step: int, stage: str, table: pa.Table, reason: str) -> Path:
         """Keep a table that was refused, for inspection, where no reader of the run looks."""
@@ -324,15 +449,26 @@ class RunWriter(Run):
             path.unlink()
 
 
-def open_run(path: str | Path) -> Run:
+def open_run(path: str | Path, lineage: int | None = None) -> Run:
     """Open a run's folder for reading.
 
+    Args:
+        path: the folder.
+        lineage: which of its histories; None: the newest.
+
     Raises:
-        StorageError: there is no run at this path, or it is of a newer format.
+        StorageError: there is no run at this path, it is of a newer format, or it has no such lineage.
     """
-    run = Run(Path(path))
+    run = Run(Path(path), lineage)
     _ = run.identity
+    if run.lineage not in run.lineages:
+        raise StorageError(f"{path} has no lineage {lineage}; it has {', '.join(map(str, run.lineages))}")
     return run
+
+
+@cache
+def _lineage_of_attempt(folder: Path) -> int:
+    return read_manifest(folder).lineage
 
 
 def list_runs(root: Path) -> Iterator[Run]:

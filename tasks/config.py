@@ -600,17 +600,31 @@ class TrainerConfig(Section):
     max_actor_ckpt_to_keep: int | None = Field(None, ge=1)
     """Checkpoints kept; null: all."""
     alarms: AlarmsConfig = AlarmsConfig()
+    stop_grace_s: float = Field(10.0, ge=0)
+    """How long the stage in flight may take to finish after Ctrl-C or SIGTERM; a second signal ends it at once."""
     balance_batch: bool = True
     """Even out tokens over data-parallel ranks. Mini-batches always consist of whole groups."""
 
 
+class RetentionConfig(Section):
+    """`storage.retention`: which steps keep the rows of their artifacts. What recovery needs is always kept."""
+
+    keep: Literal["all", "last", "every"] = "all"
+    """last: the last `steps` finished steps; every: each step whose number `steps` divides."""
+    steps: int = Field(10, ge=1)
+    """See `keep`."""
+    compress: bool = False
+    """Compress what is kept and recovery does not need; it reads as before, without a memory map."""
+
+
 class StorageConfig(Section):
-    """`storage`: where artifacts lie."""
+    """`storage`: where artifacts lie, and for how long."""
 
     root: str = "runs"
     """Folder of all runs."""
     compression: Literal["none", "zstd"] = "none"
     """Compression inside artifacts' Arrow files."""
+    retention: RetentionConfig = RetentionConfig()
 
 
 class TrackingConfig(Section):

@@ -40,7 +40,7 @@ class Call:
 
 def calls_before(previous_prompts: Artifact | None) -> int:
     """Generate calls of all steps before, from the `prompts` of the step before; None: this is the first step."""
-    return 0 if previous_prompts is None else int(read_manifest(previous_prompts.folder).notes["generate_calls"])
+    return 0 if previous_prompts is None else int(read_manifest(previous_prompts.folder).notes.get("generate_calls", 0))
 
 
 def signal_groups(cfg: RunConfig, calls: Sequence[Call]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -41,12 +41,14 @@ class Step:
         run: the run's folder, held for writing.
         cfg: the run's configuration.
         validates: the policy after this step is validated as part of it.
+        before_stage: called before each stage; what it raises ends the step.
     """
 
     index: int
     run: RunWriter
     cfg: RunConfig
     validates: bool = False
+    before_stage: Callable[[], None] = lambda: None
 
     def open(
         self,
@@ -68,31 +70,41 @@ class Step:
             policy_version: the policy it uses or describes; None: the one before this step.
             also: anything else that decides its result.
         """
+        self.before_stage()
         version = max(self.index - 1, 0) if policy_version is None else policy_version
         values = self.cfg.model_dump(mode="json")
-        key = sha256_json(
-            {
-                "stage": stage,
-                "step": self.index,
-                "policy_version": version,
-                "config": {key: config_value(values, key) for key in reads},
-                "parents": {parent.stage: parent.digest for parent in parents},
-                "code": code_digest(tuple(code)),
-                "also": also or {},
-            }
-        )
-        return Stage(self, stage, key, version, tuple(parents))
+        made_from = {
+            "stage": stage,
+            "step": self.index,
+            "policy_version": version,
+            "config": {key: config_value(values, key) for key in reads},
+            "parents": {parent.stage: parent.digest for parent in parents},
+            "code": code_digest(tuple(code)),
+            "also": dict(also or {}),
+        }
+        modules = {name: code_digest((name,)) for name in code}
+        return Stage(self, stage, sha256_json(made_from), version, tuple(parents), {**made_from, "modules": modules})
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of one step, from opening to commit."""
+    """One stage of one step, from opening to commit.
+
+    Attributes:
+        step: the step.
+        name: of the artifact it makes.
+        key: digest of what the artifact is made from.
+        policy_version: the policy it uses or describes.
+        parents: the artifacts it reads.
+        made_from: what `key` is the digest of, and under `modules` the digest of each module's source.
+    """
 
     step: Step
     name: str
     key: str
     policy_version: int
     parents: tuple[Artifact, ...]
+    made_from: Mapping[str, Any]
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def committed(self) -> Artifact | None:

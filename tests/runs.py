@@ -8,10 +8,10 @@ from flows.train import run_training
 from storage import Ragged, open_run
 
 
-def run(cfg):
+def run(cfg, **options):
     """Train and return (the run, what was printed)."""
     output = io.StringIO()
-    outcome = run_training(cfg, Console(file=output, width=200))
+    outcome = run_training(cfg, Console(file=output, width=200), **options)
     return open_run(outcome.folder), output.getvalue()
 
 

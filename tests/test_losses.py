@@ -60,7 +60,7 @@ def random_batch(seed, rows=6, width=7, *, weights=False, spread=0.4):
 
 def take(batch, rows):
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return LossBatch(**{name: None if tensor is None else tensor[rows] for name, tensor in tensors.items()})
+    return LossBatch(**{name: value[rows] if torch.is_tensor(value) else value for name, value in tensors.items()})
 
 
 def loss_and_gradient(batch, group, actor, correction, parts):

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from servers import client_of, flow_runs, states, task_runs, wait_until
 
 from flows.prefect_server import PrefectAPI, prefect_api
 from flows.stages import RETRY_PAUSES_S, StageRunner, Stages, may_pass, stage_runner
@@ -37,13 +37,6 @@ def api(root: Path) -> Iterator[PrefectAPI]:
         assert api is not None
         assert api.wait_ready() is None
         yield api
-
-
-def wait_until(true: Callable[[], Any], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 class Door:
@@ -94,36 +87,6 @@ class Door:
             pass
         finally:
             sink.close()
-
-
-@contextmanager
-def client_of(api: PrefectAPI) -> Iterator[Any]:
-    from prefect.client.orchestration import get_client
-    from prefect.settings import temporary_settings
-
-    with temporary_settings({"api.url": api.url}), get_client(sync_client=True) as client:
-        yield client
-
-
-def flow_runs(api: PrefectAPI, run_id: str) -> dict[str, Any]:
-    """The run's flow runs by name."""
-    from prefect.client.schemas.filters import FlowRunFilter
-
-    tag = FlowRunFilter.model_validate({"tags": {"all_": [f"run:{run_id}"]}})
-    with client_of(api) as client:
-        return {flow_run.name: flow_run for flow_run in client.read_flow_runs(flow_run_filter=tag)}
-
-
-def states(api: PrefectAPI, run_id: str) -> dict[str, str]:
-    return {name: flow_run.state.name for name, flow_run in flow_runs(api, run_id).items()}
-
-
-def task_runs(api: PrefectAPI, flow_run: Any) -> dict[str, Any]:
-    from prefect.client.schemas.filters import FlowRunFilter
-
-    only = FlowRunFilter.model_validate({"id": {"any_": [flow_run.id]}})
-    with client_of(api) as client:
-        return {task_run.name.rsplit("-", 1)[0]: task_run for task_run in client.read_task_runs(flow_run_filter=only)}
 
 
 def double(number: int, workers: object) -> int:

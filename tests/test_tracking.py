@@ -3,103 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from servers import free_port, mlflow_server, slow_door, wait_until
 
 from flows.tracking import Tracker, deliver_pending, legal_name, short_value
 from storage import RunWriter, StorageError, open_run
 from storage.durable import append_json_line, read_json_lines
 from tasks.config import RunConfig, StorageConfig, TrackingConfig, TrainerConfig
 from tasks.data import PreparedPrompts, SourceFile
-
-
-@contextmanager
-def mlflow_server(folder: Path, port: int) -> Iterator[None]:
-    """A real `mlflow server` on this port, killed at the end; its store stays in the folder."""
-    folder.mkdir(exist_ok=True)
-    command = [
-        *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"),
-        *("--backend-store-uri", f"sqlite:///{folder / 'server.db'}"),
-        *("--artifacts-destination", str(folder / "artifacts")),
-    ]
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with (folder / "server.log").open("a") as log:
-        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        wait_until(lambda: answers(port), 120)
-        yield
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def answers(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-            return True
-    except OSError:
-        return False
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextmanager
-def slow_door(port: int, delay_s: float) -> Iterator[int]:
-    """A port that passes every connection on to another one, after a delay."""
-    door = socket.create_server(("127.0.0.1", 0))
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-        except OSError:
-            pass
-        finally:
-            sink.close()
-
-    def accept() -> None:
-        while True:
-            try:
-                outside, _ = door.accept()
-            except OSError:
-                return
-            threading.Thread(target=serve, args=(outside,), daemon=True).start()
-
-    def serve(outside: socket.socket) -> None:
-        time.sleep(delay_s)
-        inside = socket.create_connection(("127.0.0.1", port))
-        threading.Thread(target=pump, args=(inside, outside), daemon=True).start()
-        pump(outside, inside)
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield door.getsockname()[1]
-    finally:
-        door.close()
 
 
 @pytest.fixture(scope="module")
@@ -441,3 +360,21 @@ def test_eight_processes_that_start_together_share_a_new_experiment(tmp_path: Pa
     assert sorted(run.info.run_name for run in runs) == [f"run-{number}" for number in range(8)]
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert len(client.search_runs(["0"], "attributes.run_name LIKE 'run-%'")) == 0
+
+
+@pytest.mark.slow
+def test_a_kill_while_the_default_store_is_being_made_leaves_a_store_that_the_next_process_makes(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", START_ONE_RUN, str(tmp_path)]
+    first = subprocess.Popen([*command, "0", ""])
+    aside = tmp_path / ".mlflow.db.aside"
+    wait_until(lambda: aside.exists() and aside.stat().st_size > 100_000, 120)
+    first.kill()
+    first.wait()
+    assert not (tmp_path / "mlflow.db").exists()
+    assert subprocess.run([*command, "1", ""], timeout=300).returncode == 0
+    assert not list(tmp_path.glob(".mlflow.db.aside*"))
+    later = deliver_pending(open_run(tmp_path / "crowd" / "0"))
+    assert (later.sent, later.problem) == (1, None)
+    assert client_of(later.uri).get_run(later.mlflow_run_id).info.status == "KILLED"

@@ -246,8 +246,8 @@ def test_a_signal_does_not_wait_for_rewards_that_hang(tiny_run, tmp_path):
 
 TRAIN = (
     "import sys; from rich.console import Console; from tasks.config import RunConfig\n"
-    "from flows.train import run_training, sigterm_raises\n"
-    "with sigterm_raises(): run_training(RunConfig.model_validate_json(open(sys.argv[1]).read()), Console())"
+    "from flows.interrupts import polite_end\nfrom flows.train import run_training\n"
+    "with polite_end(0, print): run_training(RunConfig.model_validate_json(open(sys.argv[1]).read()), Console())"
 )
 
 

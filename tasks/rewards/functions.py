@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from storage.durable import sha256_file, sha256_json
+from storage.durable import sha256_json
 from tasks.config import RewardFunctionConfig, RunConfig
 from tasks.rewards.calls import RewardError
+from tasks.rewards.sources import source_digest
 
 BUILTIN = {
     "gsm8k": "tasks.rewards.gsm8k:compute_score",
@@ -119,8 +119,8 @@ def check_sources(cfg: RunConfig, data_sources: Iterable[str]) -> None:
 
 
 def functions_digest(functions: Iterable[RewardFunction]) -> str:
-    """SHA-256 over the functions' names, weights, arguments and the source files they are in."""
-    entries = [[f.name, f.target, f.weight, f.kwargs, _source_digest(f.target)] for f in functions]
+    """SHA-256 over the functions' names, weights, arguments and source files, with the user's files they import."""
+    entries = [[f.name, f.target, f.weight, f.kwargs, source_digest(f.target)] for f in functions]
     return sha256_json(entries)
 
 
@@ -154,14 +154,3 @@ def _with_own_names(functions: list[RewardFunction]) -> tuple[RewardFunction, ..
         name = function.name if seen[function.name] == 1 else f"{function.name}_{seen[function.name]}"
         named.append(RewardFunction(name, function.target, function.weight, function.kwargs))
     return tuple(named)
-
-
-def _source_digest(target: str) -> str | None:
-    place = target.rpartition(":")[0]
-    if place.endswith(".py"):
-        return sha256_file(Path(place))
-    try:
-        spec = importlib.util.find_spec(place)
-    except ImportError:
-        return None
-    return sha256_file(Path(spec.origin)) if spec is not None and spec.origin and Path(spec.origin).is_file() else None

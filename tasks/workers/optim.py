@@ -61,21 +61,26 @@ def restore_optimizer(
     """Set the optimizer's state to what `optimizer_tensors` gave; weights it does not name have none.
 
     Raises:
-        ValueError: a moment is missing, belongs to no weight, or does not fit its weight.
+        ValueError: a moment is missing, belongs to no weight, or does not fit its weight. Nothing is changed then.
     """
     named = {name.rpartition(":")[0] for name in tensors}
     if unknown := sorted(named - set(weights)):
         raise ValueError(f"the optimizer state holds moments of {unknown[0]}, which this model does not train")
+    states = {name: _state_of(name, weight, tensors) for name, weight in weights.items() if name in named}
     optimizer.state.clear()
-    for name in weights:
-        if name not in named:
-            continue
-        state = {part: tensors.get(f"{name}:{part}") for part in (*MOMENTS, "step")}
-        for part, value in state.items():
-            if value is None or (part in MOMENTS and value.shape != weights[name].shape):
-                raise ValueError(f"the optimizer state's {part} of {name} is missing or of another shape")
+    for name, state in states.items():
         device = weights[name].device
-        optimizer.state[weights[name]] = {part: value.to(device, copy=True) for part, value in state.items()}  # type: ignore[union-attr]
+        optimizer.state[weights[name]] = {part: value.to(device, copy=True) for part, value in state.items()}
+
+
+def _state_of(name: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    state = {}
+    for part in (*MOMENTS, "step"):
+        value = tensors.get(f"{name}:{part}")
+        if value is None or value.shape != (weight.shape if part in MOMENTS else ()):
+            raise ValueError(f"the optimizer state's {part} of {name} is missing or of another shape")
+        state[part] = value
+    return state
 
 
 class Snapshot:

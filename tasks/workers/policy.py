@@ -6,6 +6,7 @@ Evaluation mode always: no dropout, so that two passes over the same tokens give
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ from tasks.workers.mini_batch import Accumulated, MiniBatch, Signals
 from tasks.workers.model import CausalModel, load_model
 from tasks.workers.optim import Snapshot, learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
 from tasks.workers.sequences import MicroBatching, Sequences, cut
-from tasks.workers.weights import copy_weights, joined_digest, load_files, save_files, tensor_digest
+from tasks.workers.weights import (
+    files_bytes,
+    joined_digest,
+    load_files,
+    require_same_model,
+    save_files,
+    tensor_digest,
+)
 
 __all__ = ["LogProbs", "PolicyWorker", "Signals"]
 
@@ -78,8 +86,21 @@ class PolicyWorker:
         self._reference: CausalModel | None = None
         if with_reference:
             self._reference = self.model if self.model.adapter else self.model.frozen_copy()
-        self._digest: str | None = None
+        self._trained_digests: dict[str, bytes] | None = None
         self._frozen_digests: list[bytes] | None = None
+
+    def follow(self, cfg: RunConfig, *, total_steps: int | None = None) -> None:
+        """Compute under another configuration of the same model from now on, such as that of an earlier lineage.
+
+        Args:
+            cfg: the configuration.
+            total_steps: length of its learning-rate schedule; None: as it is.
+        """
+        self.cfg = cfg
+        self._total_steps = self._total_steps if total_steps is None else total_steps
+        optim = cfg.actor_rollout_ref.actor.optim
+        for group in self._optimizer.param_groups:
+            group.update(betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
 
     # ------------------------------------------------------------------------------------------------------ log-probs
 
@@ -192,7 +213,7 @@ class PolicyWorker:
             raise
         finally:
             self._optimizer.zero_grad()
-            self._digest = None
+            self._trained_digests = None
         return done
 
     def _optimizer_step(
@@ -230,27 +251,39 @@ class PolicyWorker:
 
     def weights_digest(self) -> str:
         """SHA-256 over names, types, shapes and bytes of all weights, trained ones first."""
+        return joined_digest([*self._trained().values(), *self._unchanging()])
+
+    def tensor_digests(self) -> dict[str, str]:
+        """The first 16 hex digits of the digest of each trained weight, by name: where two policies differ first."""
+        return {name: digest.hex()[:16] for name, digest in self._trained().items()}
+
+    def _trained(self) -> dict[str, bytes]:
+        if self._trained_digests is None:
+            self._trained_digests = _digests(self._weights)
+        return self._trained_digests
+
+    def _unchanging(self) -> list[bytes]:
         if self._frozen_digests is None:
-            self._frozen_digests = [tensor_digest(name, weight) for name, weight in self._frozen.items()]
-        if self._digest is None:
-            trained = [tensor_digest(name, weight) for name, weight in self._weights.items()]
-            self._digest = joined_digest([*trained, *self._frozen_digests])
-        return self._digest
+            self._frozen_digests = list(_digests(self._frozen).values())
+        return self._frozen_digests
 
     def checkpoint_bytes(self) -> int:
-        """About what `save` writes: trained weights and Adam's two moments of each, bytes."""
-        return 3 * sum(weight.numel() * weight.element_size() for weight in self._weights.values())
+        """What `save` writes, at most: trained weights, Adam's two moments and step count of each, bytes."""
+        return 3 * files_bytes(self._weights) + STATE_BYTES
 
     def save(self, folder: Path) -> None:
         """Write trained weights, optimizer moments and policy version into an existing folder.
 
-        Frozen weights are not written: they are those of `actor_rollout_ref.model.path`, known by their digest.
+        Frozen weights are not written: they are those of `actor_rollout_ref.model.path`, known by their digest. The
+        learning rate needs no state: it is a function of the policy version.
+
+        Raises:
+            OSError: the files cannot be written.
         """
-        self.weights_digest()
         state = {
             "policy_version": self.policy_version,
-            "weights_digest": self._digest,
-            "frozen_digest": joined_digest(self._frozen_digests or []),
+            "weights_digest": self.weights_digest(),
+            "frozen_digest": joined_digest(self._unchanging()),
         }
         save_files(folder, self._weights, dict(optimizer_tensors(self._optimizer, self._weights)), state)
 
@@ -258,20 +291,32 @@ class PolicyWorker:
         """Become the policy version that `save` wrote, bit for bit.
 
         Raises:
-            ValueError: it is of another model, or the files do not hold what their digest says.
+            ValueError: it is of another model, or the files do not hold what their digest says. The worker is as it
+                was before.
         """
         weights, optimizer, state = load_files(folder)
-        self.weights_digest()
-        if state["frozen_digest"] != joined_digest(self._frozen_digests or []):
+        if state["frozen_digest"] != joined_digest(self._unchanging()):
             raise ValueError(
                 f"{folder} was saved over other frozen weights than those at actor_rollout_ref.model.path="
                 f"{self.cfg.actor_rollout_ref.model.path}. Give the run the model it began with."
             )
-        copy_weights(weights, self._weights, folder)
-        restore_optimizer(self._optimizer, self._weights, optimizer)
-        self.policy_version, self._digest = int(state["policy_version"]), None
-        if self.weights_digest() != state["weights_digest"]:
+        require_same_model(weights, self._weights, folder)
+        digests = _digests({name: weights[name] for name in self._weights})
+        if joined_digest([*digests.values(), *self._unchanging()]) != state["weights_digest"]:
             raise ValueError(f"{folder} is damaged: its weights do not have the digest {state['weights_digest'][:12]}")
+        restore_optimizer(self._optimizer, self._weights, optimizer)
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                weight.copy_(weights[name])
+        self.policy_version, self._trained_digests = int(state["policy_version"]), digests
+
+
+STATE_BYTES = 64 * 1024
+"""Room for what a checkpoint holds besides tensors: state, manifest, headers' brackets."""
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -1,10 +1,15 @@
-"""A policy's weights as bytes: their digest, and the files they are saved in and restored from. No pickle."""
+"""A policy's weights as bytes: their digest, and the files they are saved in and restored from. No pickle.
+
+The files are plain safetensors: torch.distributed.checkpoint's HuggingFaceStorageReader reads them into any sharding.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +35,37 @@ def joined_digest(parts: Iterable[bytes]) -> str:
 def save_files(
     folder: Path, weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], state: Mapping[str, Any]
 ) -> None:
-    """Write the three files of a policy version into an existing folder."""
+    """Write the three files of a policy version into an existing folder.
+
+    Raises:
+        OSError: they cannot be written.
+    """
     for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
-        save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, folder / name)
+        with full_disk_as_os_error(folder):
+            save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, folder / name)
     (folder / STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
+
+
+@contextmanager
+def full_disk_as_os_error(folder: Path) -> Iterator[None]:
+    """Raise what every other writer raises: safetensors and tokenizers tell of a full disk in words alone."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if f"(os error {errno.ENOSPC})" in str(error) or f"(os error {errno.EDQUOT})" in str(error):
+            raise OSError(errno.ENOSPC, str(error), str(folder)) from error
+        raise
+
+
+def files_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """About what tensors take in a safetensors file, bytes: their values, and a line of the header for each."""
+    return sum(value.numel() * value.element_size() + HEADER_BYTES + len(name) for name, value in tensors.items())
+
+
+HEADER_BYTES = 100
+"""A tensor's type, shape and place in a safetensors header, without its name."""
 
 
 def load_files(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
@@ -42,11 +74,11 @@ def load_files(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     return load_file(folder / WEIGHTS), load_file(folder / OPTIMIZER), state
 
 
-def copy_weights(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.nn.Parameter], where: Path) -> None:
-    """Set the target's weights to the source's values; nothing is changed unless all of them fit.
+def require_same_model(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], where: Path) -> None:
+    """Refuse weights whose names, shapes or types are not the target's.
 
     Raises:
-        ValueError: names, shapes or types differ.
+        ValueError: they are not.
     """
     odd = sorted(set(source) ^ set(target))
     odd += [n for n in sorted(set(source) & set(target)) if _kind(source[n]) != _kind(target[n])]
@@ -56,9 +88,6 @@ def copy_weights(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.
             f"({len(odd)} weights in all). Give the run the actor_rollout_ref.model it was made with, or another "
             "trainer.experiment_name."
         )
-    with torch.no_grad():
-        for name, weight in target.items():
-            weight.copy_(source[name])
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
