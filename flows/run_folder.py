@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from flows.config import to_yaml
+from flows.config_layers import read_yaml
 from storage import Run, RunWriter, StorageError, open_run
 from storage.durable import sha256_json
 from tasks.config import RunConfig
@@ -98,8 +97,8 @@ def config_of(run: Run, lineage: int) -> RunConfig:
     values = run.lineages[lineage].config
     path = run.root / "config.yaml"
     try:
-        return RunConfig.model_validate(yaml.safe_load(path.read_text()) if values is None else values)
-    except (OSError, yaml.YAMLError, ValueError) as error:
+        return RunConfig.model_validate(read_yaml(path) if values is None else values)
+    except (OSError, ValueError) as error:
         raise StorageError(f"{path} cannot be read, so the run cannot go on: {error}") from error
 
 

@@ -263,6 +263,7 @@ class Loop:
         outcome = Outcome(self.run.root)
         with self.progress.live():
             done = recover(self.run, self.cfg, self.workers.policy, self.progress.say, total_steps=self.total)
+            self._tell_open_step(done + 1)
             if self.workers.val and (self.cfg.trainer.val_only or (self.cfg.trainer.val_before_train and not done)):
                 self._run(validate_policy, self._step(done), f"validate-{done:06d}")
                 self._report(done, outcome)
@@ -277,6 +278,14 @@ class Loop:
         if outcome.last_step and not self.cfg.trainer.val_only:
             self._save(outcome.last_step)
         return outcome
+
+    def _tell_open_step(self, index: int) -> None:
+        """Say what of a half-done step is used again, and why the rest is not."""
+        if self.run.step(index).stages():
+            from flows.stale import in_sentences, stale_reasons
+
+            for sentence in in_sentences(stale_reasons(self.run, self.cfg, index)):
+                self.progress.say(f"step {index} goes on: {sentence}")
 
     def publish(self) -> None:
         """Show the plan's shapes and where things lie in Prefect, once per run."""

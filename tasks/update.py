@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from storage import Artifact, Ragged, read_table
+from storage.artifacts import read_manifest
 from tasks.algorithms.advantages import row_of_token
 from tasks.algorithms.sample_metrics import reduce_metrics, variance_proxies
 from tasks.config import ActorConfig
@@ -73,7 +74,7 @@ def update(
     digest = worker.weights_digest()
     worker.policy_version = step.index
     if done:
-        _compare(done, digest, step.index)
+        _compare(done, rows, worker, step.index)
         return done
     versions = {"policy_version_in": step.index - 1, "policy_version_out": step.index}
     digests = [None] * (len(rows) - 1) + [digest]
@@ -87,6 +88,7 @@ def update(
             "micro_batches": sum(row["micro_batches"] for row in rows),
             "optimizer_steps": len(rows),
         },
+        notes={"tensors": worker.tensor_digests()},
     )
 
 
@@ -185,11 +187,21 @@ def _variance(
     )
 
 
-def _compare(done: Artifact, digest: str, step: int) -> None:
-    recorded = read_table(done, ["weights_digest"])["weights_digest"].to_pylist()[-1]
-    if recorded != digest:
-        raise StageError(
-            f"update {step} was made again from its stored batch and gives other weights: SHA-256 {digest[:12]} "
-            f"against the recorded {recorded[:12]}. Bit equality needs the same device type, library versions and "
-            "thread count as the run had; a checkpoint after this step needs no repetition."
-        )
+def _compare(done: Artifact, rows: list[dict], worker: PolicyWorker, step: int) -> None:
+    """Refuse a repetition that differs from what was recorded: at which optimizer step, and in which tensors."""
+    recorded = read_table(done, ["weights_digest", "loss", "grad_norm"]).to_pylist()
+    digest = worker.weights_digest()
+    if recorded[-1]["weights_digest"] == digest:
+        return
+    pairs = enumerate(zip(recorded, rows, strict=False))
+    differ = [i for i, (old, new) in pairs if any(old[name] != new[name] for name in ("loss", "grad_norm"))]
+    first = f"from its optimizer step {differ[0]} on" if differ else "though every loss and gradient norm is the same"
+    known = read_manifest(done.folder).notes.get("tensors", {})
+    moved = [name for name, value in worker.tensor_digests().items() if known.get(name, value) != value]
+    tensors = f", first in {moved[0]} ({len(moved)} of {len(known)} tensors)" if moved else ""
+    raise StageError(
+        f"update {step} was made again from its stored batch and gives other weights {first}{tensors}: SHA-256 "
+        f"{digest[:12]} against the recorded {recorded[-1]['weights_digest'][:12]}. Bit equality needs the same device "
+        "type, library versions and thread count as the run had; a checkpoint of this step or a later one needs no "
+        "repetition."
+    )

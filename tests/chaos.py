@@ -12,13 +12,14 @@ A moment is a commit point (a rename, a sync or a removal below the folder of ru
 a stage. Which moments there are is read from a run that writes all of them down. At a commit point the process ends
 without another instruction; in the middle of a stage it gets SIGKILL or SIGTERM.
 
-A fork server imports everything once, with no thread of its own, and forks for each attempt; so an attempt takes seconds.
+A fork server imports everything once, with no thread of its own, and forks for each attempt.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -149,7 +150,8 @@ class Watch:
 
     def _name(self, path: Any) -> str | None:
         """A path below the folder of runs, without what differs from process to process; None: another path."""
-        text = os.readlink(path) if str(path).startswith("/proc/self/fd/") else os.path.abspath(path)  # noqa: PTH100
+        opened = str(path).startswith("/proc/self/fd/")
+        text = str(Path(path).readlink() if opened else Path(path).absolute())
         if not text.startswith(self._below) or "/mlflow" in text:
             return None
         text = text.removeprefix(self._below).replace(f".{os.getpid()}.aside", ".PID.aside")
@@ -179,7 +181,7 @@ class Watch:
 
 
 def _path_in_folder(path: Any, *_: Any, dir_fd: int | None = None) -> Any:
-    return path if dir_fd is None else Path(os.readlink(f"/proc/self/fd/{dir_fd}")) / os.fspath(path)  # noqa: PTH115
+    return path if dir_fd is None else Path(f"/proc/self/fd/{dir_fd}").readlink() / path
 
 
 def train(request: dict[str, Any]) -> None:
@@ -362,7 +364,7 @@ DEEDS = {"train": train, "inputs": make_inputs, "describe": describe, "describe_
 
 
 def serve() -> None:
-    """Import everything, then answer each request, a line of JSON on stdin, with the exit code of a fork that did it."""
+    """Import everything, then answer each request, a line of JSON, with the exit code of a fork that did it."""
     _preload()
     print(json.dumps({"ready": True, "threads": _workers()}), flush=True)
     for line in iter(sys.stdin.readline, ""):
@@ -373,23 +375,25 @@ def serve() -> None:
         print(json.dumps({"code": _wait(pid)}), flush=True)
 
 
+PRELOADED = (
+    "mlflow.store.tracking.sqlalchemy_store",
+    "transformers.models.llama.modeling_llama",
+    "flows.train",
+    "flows.mlflow_sender",
+    "tasks.engines.transformers_engine",
+    "tasks.warm_start.word_problems",
+    "tasks.workers.policy",
+)
+
+
 def _preload() -> None:
     import logging
 
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    import mlflow.store.tracking.sqlalchemy_store
-    import mlflow.tracking.client
     import torch
-    import transformers.models.llama.modeling_llama
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
-    import flows.cli
-    import flows.mlflow_sender
-    import flows.train
-    import tasks.engines.transformers_engine
-    import tasks.warm_start.word_problems
-    import tasks.workers.policy  # noqa: F401
-
+    for name in PRELOADED:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     logging.getLogger("mlflow").setLevel(logging.ERROR)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +166,7 @@ def test_a_damaged_batch_that_a_policy_needs_is_refused_with_its_path_and_the_wa
         more = ["trainer.total_training_steps=5", f"trainer.default_local_dir={copy}"]
         code, text = command(capsys, "train", tmp_path / "base.yaml", *SMALL, *more)
         assert code == 2, (fault, text)
-        assert "step" in text and "000003" in text or "step 3" in text, (fault, text)
+        assert "000003" in text or "step 3" in text, (fault, text)
         assert stage in text, (fault, text)
         assert "--from-step 3" in text, (fault, text)
         assert (
@@ -405,7 +406,7 @@ def test_b26_an_artifact_that_does_not_fit_leaves_no_file_however_often_it_is_tr
 
         with plain_stages() as stages:
             for _ in range(5):
-                with pytest.raises(StorageError, match="no space left in .*bytes are free"):
+                with pytest.raises(StorageError, match=r"no space left in .*bytes are free"):
                     stages.run(stage)
         assert len(calls) == 5, "each of them was tried once"
         assert files_of(small.path) == before
@@ -437,7 +438,6 @@ def test_a_read_only_disk_is_refused_and_can_be_read(tiny_run, tmp_path, disk, c
     code, text = command(capsys, "train", tmp_path / "base.yaml", f"trainer.default_local_dir={small.path / 'new'}")
     assert code == 2
     assert "ead-only" in text
-    code, text = command(capsys, "status", small.path / "run") if False else (0, "")
     assert open_run(small.path / "run").state == "finished"
     assert open_run(small.path / "run").step(2).table("rollouts").num_rows == 16
     assert files_of(small.path) == kept
@@ -499,8 +499,8 @@ def test_b09_a_run_that_ended_at_an_epoch_s_end_goes_on_with_the_next_epoch(tiny
     assert "found 4 finished steps: checkpoint 4" in output
     assert the_run.finished_steps() == list(range(1, 9))
     taken = prompts(the_run)
-    assert sorted(sum(taken[:4], [])) == sorted(sum(taken[4:], [])) == list(range(16))
-    assert [line for line in output.splitlines() if line.startswith("step ")][0].startswith("step 5/8")
+    assert sorted(chain(*taken[:4])) == sorted(chain(*taken[4:])) == list(range(16))
+    assert next(line for line in output.splitlines() if line.startswith("step ")).startswith("step 5/8")
 
 
 @pytest.mark.parametrize("save_freq", [-1, 2])
@@ -518,7 +518,7 @@ def test_b12_a_run_resumed_after_every_step_of_epochs_with_a_tail_is_the_run_tha
         assert stopped_at(cfg, index, "prompts").finished_steps() == list(range(1, index))
     the_run, _ = run(cfg)
     assert prompts(the_run) == prompts(expected)
-    assert [len(set(sum(prompts(the_run)[i : i + 2], []))) for i in (0, 2, 4)] == [8, 8, 8]
+    assert [len(set(chain(*prompts(the_run)[i : i + 2]))) for i in (0, 2, 4)] == [8, 8, 8]
     assert learning_rates(the_run) == learning_rates(expected)
     assert [digest(the_run, step) for step in range(1, 7)] == [digest(expected, step) for step in range(1, 7)]
     assert optimizer_file(the_run, 6) == optimizer_file(expected, 6)
@@ -601,8 +601,8 @@ def resident():
 run = RunWriter.create(Path(sys.argv[1]), "run")
 names = [f"s{i}" for i in range(64)]
 for step in range(1, 301):
-    values = np.full(64 * 24_000, step, np.float32)
-    rows = Ragged.from_lengths(values, np.full(64, 24_000))
+    values = np.full(64 * 8_000, step, np.float32)
+    rows = Ragged.from_lengths(values, np.full(64, 8_000))
     table = build_table("ref_log_probs", {"sample_id": names, "group_id": names, "ref_log_probs": rows})
     artifact = run.commit(step, "ref_log_probs", table, key="k", policy_version=0, started_at=datetime.now(UTC))
     del table, rows, values
