@@ -8,11 +8,12 @@ program.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -29,7 +30,7 @@ from flows.recipes import prepare, recipe_file
 from flows.run_folder import run_folder
 from flows.train import run_training
 from storage import open_run
-from tasks.algorithms.advantages import ADVANTAGES
+from tasks.algorithms.variants import ESTIMATORS, Variant
 from tasks.config import RunConfig
 
 SCORE, HELD_OUT = "#0072b2", "#d55e00"
@@ -92,14 +93,19 @@ def variant_config(variant: str, seed: int, steps: int, root: Path, more: tuple[
 
 @contextmanager
 def shuffled_scores(seed: int) -> Iterator[None]:
-    """Give `grpo` the scores of each step in random order within the block."""
-    rng = np.random.default_rng(seed)
-    grpo = ADVANTAGES["grpo"]
-    ADVANTAGES["grpo"] = lambda batch, cfg: grpo(replace(batch, score=rng.permutation(batch.score)), cfg)
+    """Give `algorithm.adv_estimator=grpo` the scores of each step in random order within the block."""
+    rng, grpo = np.random.default_rng(seed), ESTIMATORS["grpo"]
+    compute = grpo.load()
+
+    class Shuffled(Variant):
+        def load(self) -> Callable[..., Any]:
+            return lambda batch, cfg: compute(replace(batch, score=rng.permutation(batch.score)), cfg)
+
+    ESTIMATORS["grpo"] = Shuffled(**vars(grpo))
     try:
         yield
     finally:
-        ADVANTAGES["grpo"] = grpo
+        ESTIMATORS["grpo"] = grpo
 
 
 def train(variant: str, seed: int, steps: int, root: Path, console: Console) -> tuple[Curve, Curve]:

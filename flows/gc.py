@@ -76,8 +76,12 @@ def gc_command(
     Raises:
         RunLocked: a live process writes to the run.
         StorageError: there is no run at this path.
+        ValueError: an override is of something else.
     """
     run = open_run(path)
+    other = [word for word in overrides if not word.startswith("storage.retention.")]
+    if other:
+        raise ValueError(f"gc reads storage.retention.keep, .steps and .compress alone, not {', '.join(other)}")
     rule = retention_of(load_config([run.root / "config.yaml"], overrides))
     if dry_run:
         needed = first_needed_step(run)

@@ -355,7 +355,7 @@ class Loop:
             lineage=self.run.lineage,
         )
         keep, seen = self.cfg.trainer.max_actor_ckpt_to_keep, seen_checkpoints(self.run)
-        removed = prune_checkpoints(self.run.root, keep, self.progress.say, seen)
+        removed = prune_checkpoints(self.run.root, keep, seen=seen)
         self.run.append("checkpoint", step=index, removed=removed)
 
 

@@ -41,6 +41,7 @@ from storage.artifacts import (
     read_table,
     reference,
 )
+from storage.checkpoints import drop_leftovers
 from storage.durable import (
     StorageError,
     all_or_nothing,
@@ -438,11 +439,13 @@ class RunWriter(Run):
 
     def _drop_uncommitted(self) -> None:
         """Remove what a dead writer left half-done: attempts without a manifest and files written aside."""
-        for folder in [*self.root.glob("steps/*/*/[0-9]*"), *self.root.glob("checkpoints/[0-9]*")]:
+        drop_leftovers(self.root)
+        for folder in self.root.glob("steps/*/*/[0-9]*"):
             if not (folder / MANIFEST).is_file():
                 shutil.rmtree(folder)
         for path in [
             *self.root.glob(".*.aside"),
+            *self.root.glob("lineages/.*.aside"),
             *self.root.glob("steps/*/.*.aside"),
             *self.root.glob("steps/*/*/*/.*.aside"),
         ]:

@@ -243,7 +243,7 @@ def _configuration(folder: Path) -> dict[str, Any]:
             "model": {"path": str(folder / "model"), "enable_gradient_checkpointing": False},
             "actor": {
                 "ppo_mini_batch_size": 2,
-                "ppo_micro_batch_size_per_gpu": 4,
+                "ppo_micro_batch_size_per_gpu": 8,
                 "shuffle": True,
                 "optim": {"lr": 1e-2, "lr_warmup_steps": 5, "lr_scheduler_type": "cosine"},
             },
@@ -592,19 +592,21 @@ def unkilled(chaos: Chaos) -> tuple[dict[str, Any], list[dict[str, Any]], Path]:
 
 
 def moments(watched: Sequence[dict[str, Any]]) -> list[Kill]:
-    """Where to kill: each kind of commit point, before and after it, and each stage in its middle.
+    """Where to kill: each kind of commit point, before or after it, and each stage in its middle.
 
     Paths that differ only in the number of the step are one kind; which of its steps is taken moves on from kind to
-    kind, so that all steps have their share.
+    kind, so that all steps have their share. A rename, which is what commits, has both sides taken; of the syncs and
+    removals around it one side, in turn.
     """
     return [*_crashes(watched), *_signals_in_stages(watched), *_signals_at_commit_points(watched)]
 
 
 def _crashes(watched: Sequence[dict[str, Any]]) -> Iterator[Kill]:
-    for number, lines in enumerate(_kinds(watched).values()):
-        for moment, shift in (("before", 0), ("after", 1)):
-            line = lines[(5 * number + shift + 1) % len(lines)]
-            yield Kill("crash", line["call"], line["where"], line["nth"], moment)
+    for number, ((call, _), lines) in enumerate(_kinds(watched).items()):
+        for shift, moment in enumerate(("before", "after")):
+            if call == "rename" or number % 2 == shift:
+                line = lines[(5 * number + shift + 1) % len(lines)]
+                yield Kill("crash", line["call"], line["where"], line["nth"], moment)
 
 
 def _signals_in_stages(watched: Sequence[dict[str, Any]]) -> Iterator[Kill]:
@@ -620,8 +622,8 @@ def _signals_in_stages(watched: Sequence[dict[str, Any]]) -> Iterator[Kill]:
 def _signals_at_commit_points(watched: Sequence[dict[str, Any]]) -> Iterator[Kill]:
     for number, lines in enumerate(_kinds(watched).values()):
         line = lines[(7 * number + 2) % len(lines)]
-        if number % 3 == 0:
-            yield Kill("SIGTERM", line["call"], line["where"], line["nth"], "after", abandons=number % 2 == 0)
+        if number % 6 == 0:
+            yield Kill("SIGTERM", line["call"], line["where"], line["nth"], "after", abandons=number % 12 == 0)
 
 
 def _kinds(watched: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:

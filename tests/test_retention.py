@@ -428,3 +428,8 @@ def test_gc_compresses_what_the_rule_keeps(ten):
 def test_gc_of_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(StorageError, match="is no run"):
         collect(type("R", (), {"root": tmp_path})())
+
+
+def test_gc_takes_no_overrides_but_its_own(ten):
+    with pytest.raises(ValueError, match=r"not trainer\.seed=1"):
+        collect(ten, "trainer.seed=1", dry_run=True)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from storage.durable import StorageError, no_space, sync_file, sync_folder
 from storage.prepared import new_folder
-from tasks.workers.model import CausalModel, _without_progress_bar
+from tasks.workers.model import CausalModel, without_progress_bar
 from tasks.workers.weights import files_bytes, full_disk_as_os_error
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def export_policy(worker: PolicyWorker, tokenizer: Any, folder: Path, *, adapter
     if shutil.disk_usage(folder.parent).free < needed:
         raise StorageError(no_space(folder.parent, what, needed))
     with new_folder(folder, what) as aside:
-        with full_disk_as_os_error(aside), _without_progress_bar():
+        with full_disk_as_os_error(aside), without_progress_bar():
             _save_adapter(model, aside) if adapter else _save_whole(model, aside)
             _save_tokenizer(tokenizer, aside)
         for path in aside.iterdir():

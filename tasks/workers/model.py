@@ -149,7 +149,7 @@ def _load_weights(model: ModelConfig, device: torch.device) -> torch.nn.Module:
             raise ValueError(f"{key}.override_config.{name}: a {config.model_type} configuration has no such value")
         setattr(config, name, value)
     try:
-        with _without_progress_bar():
+        with without_progress_bar():
             module, report = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config,
@@ -177,7 +177,7 @@ def _default_attention(config: Any, device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
+def without_progress_bar() -> Iterator[None]:
     """A run has its own progress line."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
