@@ -131,6 +131,24 @@ def show(
 
 
 @app.command()
+def gc(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="storage.retention other than the run's own, as key.path=value.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would go.")] = False,
+    lineages: Annotated[
+        bool, typer.Option("--lineages", help="Also remove futures that the run went back from, checkpoints included.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Let go of old rows as storage.retention says. What recovery needs stays, and so do all manifests."""
+    from flows.gc import gc_command
+
+    gc_command(run, words or [], dry_run=dry_run, lineages=lineages, as_json=as_json, console=_console())
+
+
+@app.command()
 def deliver(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     uri: Annotated[str | None, typer.Option(help="Another MLflow store than the run's own.")] = None,

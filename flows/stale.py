@@ -194,15 +194,14 @@ class _Look:
         for folder in reversed(self._view.attempts(stage.name)):
             try:
                 manifest = read_manifest(folder)
+                newest = newest or reference(folder, manifest)
                 if manifest.key == stage.key:
                     check_parts(folder, manifest)
                     return reference(folder, manifest), []
+                if not reasons:
+                    reasons += differences(manifest.made_from, self._past_the_bad(stage, manifest.parents))
             except StorageError as error:
                 reasons.append(str(error))
-                continue
-            if newest is None:
-                newest = reference(folder, manifest)
-                reasons += differences(manifest.made_from, self._past_the_bad(stage, manifest.parents))
         return newest, reasons
 
     def _past_the_bad(self, stage: Stage, recorded: Mapping[str, str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from flows.alarms import alarms
 from flows.config import load_config
+from flows.gc import Retainer
 from flows.interrupts import Terminated, polite_end
 from flows.plan_view import plan_of
 from flows.plan_words import plan_in_brief
@@ -32,6 +33,7 @@ from flows.run_folder import (
     run_folder,
 )
 from flows.stages import StageRunner, stage_runner
+from flows.stale import in_sentences, stale_reasons
 from flows.step import Stages, Workers, train_step, validate_policy
 from flows.support import refuse_unbuilt
 from flows.tracking import Tracker
@@ -258,6 +260,9 @@ class Loop:
     progress: Progress
     before_stage: Callable[[], None] = lambda: None
 
+    def __post_init__(self) -> None:
+        self.retainer = Retainer(self.run, self.cfg, self.progress.say)
+
     def to_the_end(self) -> Outcome:
         """Recover, then train until the plan's last step, validating and saving as `trainer` says."""
         outcome = Outcome(self.run.root)
@@ -282,8 +287,6 @@ class Loop:
     def _tell_open_step(self, index: int) -> None:
         """Say what of a half-done step is used again, and why the rest is not."""
         if self.run.step(index).stages():
-            from flows.stale import in_sentences, stale_reasons
-
             for sentence in in_sentences(stale_reasons(self.run, self.cfg, index)):
                 self.progress.say(f"step {index} goes on: {sentence}")
 
@@ -357,6 +360,7 @@ class Loop:
         keep, seen = self.cfg.trainer.max_actor_ckpt_to_keep, seen_checkpoints(self.run)
         removed = prune_checkpoints(self.run.root, keep, seen=seen)
         self.run.append("checkpoint", step=index, removed=removed)
+        self.retainer.after_checkpoint(index)
 
 
 def print_outcome(outcome: Outcome, console: Console) -> None:

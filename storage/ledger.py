@@ -392,6 +392,7 @@ class RunWriter(Run):
         policy_version: int,
         started_at: datetime,
         parents: Sequence[Artifact] = (),
+        made_from: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float | None] | None = None,
         shapes: Mapping[str, int] | None = None,
         notes: Mapping[str, Any] | None = None,
@@ -410,6 +411,7 @@ class RunWriter(Run):
             config_digest=self.config_digest,
             started_at=started_at,
             parents={parent.stage: parent.digest for parent in parents},
+            made_from=made_from,
         )
         return commit(
             folder / f"{attempt:04d}",

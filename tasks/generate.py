@@ -87,7 +87,11 @@ def generate_greedy(step: Step, prompts: Artifact, engine: RolloutEngine, tokeni
 
 def generate_validation(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer) -> Artifact:
     """Commit `val_rollouts`: `val_kwargs.n` responses to each validation prompt, by the policy after this step."""
-    stage = step.open("val_rollouts", reads=VALIDATION_READS, code=CODE, parents=[prompts], policy_version=step.index)
+    # A step that is made again may come to other weights under the same version.
+    also = {"policy": engine.policy_digest}
+    stage = step.open(
+        "val_rollouts", reads=VALIDATION_READS, code=CODE, parents=[prompts], policy_version=step.index, also=also
+    )
     if done := stage.committed():
         return done
     n = step.cfg.actor_rollout_ref.rollout.val_kwargs.n

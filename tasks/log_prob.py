@@ -97,7 +97,7 @@ def read_sequences(prompts: Artifact, rollouts: Artifact) -> tuple[Sequences, pa
     from tasks.workers.sequences import Sequences
 
     groups = read_table(prompts, ["group_id", "prompt_ids"])
-    table = read_table(rollouts, ["sample_id", "group_id", "response_ids", "rollout_log_probs"])
+    table = read_table(rollouts, ["sample_id", "group_id", "response_ids", "rollout_log_probs", "finish_reason"])
     places = {name: row for row, name in enumerate(groups["group_id"].to_pylist())}
     group = np.asarray([places[name] for name in table["group_id"].to_pylist()], dtype=np.int64)
     prompt_ids, response_ids = Ragged.from_arrow(groups["prompt_ids"]), Ragged.from_arrow(table["response_ids"])

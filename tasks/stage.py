@@ -134,6 +134,7 @@ class Stage:
             policy_version=self.policy_version,
             started_at=self.started_at,
             parents=self.parents,
+            made_from=self.made_from,
             metrics={name: value if math.isfinite(value) else None for name, value in (metrics or {}).items()},
             shapes=shapes,
             notes=notes,

@@ -9,11 +9,12 @@ import pyarrow as pa
 
 from storage import Artifact, Ragged, read_table
 from storage.artifacts import read_manifest
-from tasks.algorithms.advantages import row_of_token
+from tasks.algorithms.advantages import NO_VERDICT, row_of_token
 from tasks.algorithms.sample_metrics import reduce_metrics, variance_proxies
 from tasks.config import ActorConfig
 from tasks.log_prob import actor_micro_batching, read_sequences
 from tasks.seeds import hashed
+from tasks.shape_reward import truncated
 from tasks.stage import StageError, Step, aligned
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def update(
     if worker.policy_version != step.index - 1:
         raise StageError(f"update {step.index} starts from policy {step.index - 1}, not {worker.policy_version}")
     sequences, table = read_sequences(prompts, rollouts)
-    signals = read_signals(table, sequences.group, old_log_probs, ref_log_probs, advantages)
+    masks_truncated = step.cfg.actor_rollout_ref.actor.mask_truncated_responses
+    signals = read_signals(table, sequences.group, old_log_probs, ref_log_probs, advantages, masks_truncated)
     mini_batches = plan_mini_batches(sequences.group, step.cfg.actor_rollout_ref.actor, step.index)
     rows = worker.update(sequences, signals, mini_batches, actor_micro_batching(step.cfg), step=step.index)
     digest = worker.weights_digest()
@@ -98,12 +100,18 @@ def read_signals(
     old_log_probs: Artifact,
     ref_log_probs: Artifact | None,
     advantages: Artifact,
+    masks_truncated: bool,
 ) -> Signals:
-    """What the loss needs of each token, joined by sample id."""
+    """What the loss needs of each token, joined by sample id.
+
+    `masks_truncated` is `actor.mask_truncated_responses`: what `advantages.loss_mask` leaves out beside rejected tokens
+    is the responses it stands for, and those without a verdict.
+    """
     from tasks.workers.policy import Signals
 
     sample_ids, sampled = rollouts["sample_id"], rollouts["rollout_log_probs"]
-    table = aligned(advantages, sample_ids, ["advantages", "loss_mask", "rollout_is_weights"])
+    table = aligned(advantages, sample_ids, ["advantages", "loss_mask", "rollout_is_weights", "no_signal"])
+    verdict = np.asarray([reason != NO_VERDICT for reason in table["no_signal"].to_pylist()], dtype=bool)
     old = aligned(old_log_probs, sample_ids, ["old_log_probs"])
     ref = aligned(ref_log_probs, sample_ids, ["ref_log_probs"]) if ref_log_probs else None
     weights = table["rollout_is_weights"]
@@ -115,6 +123,7 @@ def read_signals(
         rollout_is_weights=None if weights.null_count else Ragged.from_arrow(weights),
         rollout_log_probs=None if sampled.null_count else Ragged.from_arrow(sampled),
         group=group,
+        in_loss=verdict & ~(truncated(rollouts) & masks_truncated),
     )
 
 

@@ -231,15 +231,7 @@ def test_a_zero_byte_manifest_in_a_run_that_went_back_is_no_dead_end(tiny_run, t
     assert digest(the_run, 4) == expected
 
 
-DOCUMENTS = {
-    "run.json": "run.json",
-    "config.yaml": "config.yaml",
-    "inputs.json": "inputs.json",
-    "steps/000002/step.json": "step.json",
-}
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", ["run.json", "config.yaml", "inputs.json"])
 @pytest.mark.parametrize("damage", [empty, cut])
 def test_a_damaged_document_is_named_and_nothing_else_is_touched(tiny_run, tmp_path, name, damage, capsys):
     the_run, _ = run(tiny_run(*SMALL, "trainer.total_training_steps=2"))
@@ -250,6 +242,22 @@ def test_a_damaged_document_is_named_and_nothing_else_is_touched(tiny_run, tmp_p
     assert str(the_run.root / name) in text.replace("\n", "")
     assert "damaged" in text or "cannot be read" in text
     assert files_of(the_run.root) == kept
+
+
+def test_a_damaged_record_of_a_step_is_named_with_the_way_out_which_makes_nothing_again(tiny_run, tmp_path, capsys):
+    two = [*SMALL, "trainer.total_training_steps=2"]
+    the_run, _ = run(tiny_run(*two))
+    record = the_run.root / "steps" / "000002" / "step.json"
+    before = the_run.step(2).record["artifacts"]
+    empty(record)
+    code, text = command(capsys, "show", the_run.root, "--step", 2)
+    assert code == 2
+    assert f"{record} is damaged" in text.replace("\n", "")
+    assert "Remove it: the step is then finished again from its stages" in text.replace("\n", " ")
+    record.unlink()
+    the_run, _ = run(tiny_run(*two))
+    assert the_run.step(2).record["artifacts"] == before
+    assert [len(the_run.step(2).attempts(stage)) for stage in STAGES] == [1] * 7
 
 
 # ------------------------------------------------------------------------------------------------ full and locked disks
@@ -550,7 +558,7 @@ def test_b15_another_experiment_in_a_used_folder_is_refused_and_a_harmless_chang
     kept, ledger = files_of(the_run.root), (the_run.root / "ledger.jsonl").read_bytes()
     refused = {
         f"actor_rollout_ref.model.path={tmp_path / 'other'}": "actor_rollout_ref.model.path: the run has",
-        "actor_rollout_ref.rollout.n=2": "actor_rollout_ref.rollout.n: the run has 4, asked for is 2",
+        "actor_rollout_ref.rollout.n=8": "actor_rollout_ref.rollout.n: the run has 4, asked for is 8",
         "actor_rollout_ref.actor.optim.lr=0.5": "actor_rollout_ref.actor.optim.lr: the run has 0.001, asked for is 0.5",
     }
     for change, reason in refused.items():

@@ -55,6 +55,7 @@ def random_batch(seed, rows=6, width=7, *, weights=False, spread=0.4):
     importance = torch.from_numpy(np.where(mask, rng.uniform(0, 2, (rows, width)), 0.0)) if weights else None
     entropy, gap = rng.uniform(0, 3, (rows, width)), rng.normal(0, 0.1, (rows, width))
     more = {"rollout_log_probs": tensors[1] + torch.from_numpy(gap), "entropy": torch.from_numpy(entropy)}
+    more["token"] = torch.arange(rows * width).view(rows, width)
     return LossBatch(*tensors, torch.from_numpy(mask), importance, **more), rng
 
 

@@ -12,16 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from servers import client_of, flow_runs, states, task_runs, wait_until
 
 from flows.prefect_server import PrefectAPI, prefect_api
 from flows.stages import RETRY_PAUSES_S, StageRunner, Stages, may_pass, stage_runner
-from storage import StorageError
+from storage import Artifact, Ragged, RunWriter, StorageError, build_table, read_table
 from tasks.config import OrchestrationConfig
 
 
@@ -146,6 +149,44 @@ def test_a_plain_stage_is_tried_again_where_that_can_help(monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="not yet"):
         StageRunner().call(lambda stages: stages.run(flaky, 9), name="x")
     assert len(tries) == 1 + len(RETRY_PAUSES_S)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_b26_a_full_disk_is_final_and_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.stages.RETRY_PAUSES_S", (0.0,) * 5)
+    tries: list[int] = []
+
+    def score(run: RunWriter, step: int) -> Artifact:
+        tries.append(step)
+        tokens = Ragged.from_rows([np.zeros(10_000_000)], np.float32)  # 40 MB
+        columns = {"sample_id": ["a"], "group_id": ["a"], "ref_log_probs": tokens}
+        table = build_table("ref_log_probs", columns)
+        started = datetime.now(UTC)
+        return run.commit(step, "ref_log_probs", table, key="k", policy_version=0, started_at=started)
+
+    with small_disk(tmp_path / "disk", 50), RunWriter.create(tmp_path / "disk" / "run", "run") as run:
+        StageRunner().call(lambda stages: stages.run(score, run, 1), name="step-1")
+        before = sorted((run.root / "steps").rglob("*"))
+        with pytest.raises(StorageError, match=r"no space left in .* Nothing half-written was kept"):
+            StageRunner().call(lambda stages: stages.run(score, run, 2), name="step-2")
+        assert tries == [1, 2]
+        assert [path for path in sorted((run.root / "steps").rglob("*")) if path.is_file()] == [
+            path for path in before if path.is_file()
+        ]
+        assert read_table(run.step(1).artifact("ref_log_probs")).num_rows == 1
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[None]:
+    """A file system of this size in memory."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- flow runs

@@ -421,3 +421,14 @@ def test_opening_a_step_by_hand_gives_the_key_that_the_run_used(tiny_run):
 
         prompts = the_run.step(1).artifact("prompts")
         assert Step(1, writer, cfg).open("rollouts", reads=READS, code=CODE, parents=[prompts]).key == rollouts.key
+
+
+def test_a_policy_that_was_made_again_is_validated_again(tiny_run, tmp_path, monkeypatch):
+    cfg = tiny_run("trainer.test_freq=1", "trainer.total_training_steps=1")
+    the_run = stop_before(monkeypatch, "reward_validation", cfg)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1.0 - float(ord((solution_str or 'a')[0]) % 2)\n"
+    )
+    the_run, _ = run(cfg)
+    assert the_run.step(1).manifest("val_rollouts").notes["policy_digest"] == digest(the_run, 1)

@@ -20,6 +20,9 @@ from tasks.config import AlgorithmConfig
 EQUAL_WITHIN = 4 * float(np.finfo(np.float32).eps)
 """Scores of a group are equal when they differ by no more than this share of the largest of them."""
 
+NO_VERDICT = "no verdict"
+"""Why a sample without a score teaches nothing, in `advantages.no_signal`."""
+
 
 @dataclass(frozen=True, eq=False)
 class AdvantageInput:
@@ -453,7 +456,7 @@ def _result(inputs: AdvantageInput, groups: Groups, advantages: np.ndarray, retu
     advantages, returns = (np.where(known, values, 0.0).astype(np.float32) for values in (advantages, returns))
     silent = row_sums(inputs.mask, advantages != 0) == 0
     conditions = [~verdict, inputs.empty, ~silent, groups.verdicts < 2, groups.equal]
-    reasons = ["no verdict", "empty response", "", "fewer than two verdicts in the group", "equal scores in the group"]
+    reasons = [NO_VERDICT, "empty response", "", "fewer than two verdicts in the group", "equal scores in the group"]
     why = np.select(conditions, reasons, default="its advantage is 0")
     return Advantages(
         advantages=Ragged(advantages, inputs.mask.offsets),

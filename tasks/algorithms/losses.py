@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from storage.ragged import Ragged
+from tasks.algorithms.advantages import EQUAL_WITHIN
 from tasks.algorithms.aggregation import sequence_mean
 from tasks.algorithms.correction import correct, mean_weight
 from tasks.algorithms.correction_rules import loss_mode
@@ -49,6 +50,10 @@ class LossBatch:
         entropy: [B, R] of the policy at each token, nats; read by `prepare_mini_batch` where `needs_entropy` says so.
         high_entropy: [B, R] bool, the tokens that alone have a loss, as it chose them; None: all have.
         measured: `rollout_corr/*` of the whole mini-batch, where it was corrected in bypass mode.
+        token: [B, R] int64 number of each token in the step's batch, by which selections break ties, so that they depend
+            on no order of rows and no cut; None: tokens count as they stand here. Read by `prepare_mini_batch`.
+        before_rejection: [B, R] bool, the mask with the tokens that rollout correction rejected before: weights are
+            averaged over it; None: nothing was rejected before.
     """
 
     log_probs: torch.Tensor
@@ -61,6 +66,8 @@ class LossBatch:
     entropy: torch.Tensor | None = None
     high_entropy: torch.Tensor | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
+    token: torch.Tensor | None = None
+    before_rejection: torch.Tensor | None = None
 
 
 TokenMetrics = dict[str, torch.Tensor]
@@ -226,42 +233,67 @@ def kl_cov(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMet
 
 
 def select_clip_cov(batch: LossBatch, actor: ActorConfig) -> torch.Tensor:
-    """[M, R] bool: up to `clip_cov_ratio` of the tokens among those whose covariance lies within the band and which
-    PPO's clip does not hold already (arXiv 2505.22617, Clip-Cov).
+    """[M, R] bool: up to `clip_cov_ratio` of the tokens, at least one, among those whose covariance lies within the band
+    and which PPO's clip does not hold already (arXiv 2505.22617, Clip-Cov); a share of 0 selects none.
 
-    The paper draws them at random. Here a fixed key of each token's old log-prob stands in for the draw, so that the
-    choice depends on no random state, no order of rows and no cut.
+    The paper draws them at random. Here the key of each token's number stands in for the draw, so that the choice
+    depends on no random state, no order of rows and no cut, and identical siblings are drawn independently.
     """
     ratio, _ = probability_ratio(batch)
     free, held = clipped_surrogate(ratio, batch.advantages, actor)
-    covariance = _covariance(batch)
-    cfg = actor.policy_loss
+    covariance, cfg = _covariance(batch), actor.policy_loss
     candidates = batch.mask & (held <= free) & (covariance > cfg.clip_cov_lb) & (covariance < cfg.clip_cov_ub)
-    wanted = max(int(cfg.clip_cov_ratio * int(batch.mask.sum())), 1)
-    draw = (batch.old_log_probs.double() * 618033988.7498949).frac().abs()
-    return _largest(torch.where(candidates, draw, -1.0), min(wanted, int(candidates.sum())))
+    wanted = _number_of(cfg.clip_cov_ratio, batch.mask)
+    return _largest(candidates.double(), min(wanted, int(candidates.sum())), _keys(batch))
 
 
 def select_kl_cov(batch: LossBatch, actor: ActorConfig) -> torch.Tensor:
-    """[M, R] bool: the `kl_cov_ratio` of the tokens, at least one, with the largest covariance (arXiv 2505.22617)."""
-    tokens = int(batch.mask.sum())
-    if actor.policy_loss.kl_cov_ratio == 0 or tokens == 0:
+    """[M, R] bool: the `kl_cov_ratio` of the tokens, at least one, with the largest covariance (arXiv 2505.22617); a
+    share of 0 selects none, and so does a mini-batch whose covariances are all 0, in which no token stands out."""
+    covariance = torch.where(batch.mask, _covariance(batch), 0.0)
+    if not covariance.any():
         return torch.zeros_like(batch.mask)
-    covariance = torch.where(batch.mask, _covariance(batch).double(), -torch.inf)
-    return _largest(covariance, max(int(tokens * actor.policy_loss.kl_cov_ratio), 1))
+    values = torch.where(batch.mask, covariance, -torch.inf)
+    return _largest(values, _number_of(actor.policy_loss.kl_cov_ratio, batch.mask), _keys(batch))
+
+
+def _number_of(share: float, mask: torch.Tensor) -> int:
+    """How many tokens a share of them is: rounded down, at least one; 0 for a share of 0."""
+    tokens = int(mask.sum())
+    return max(int(tokens * share), 1) if share > 0 and tokens else 0
 
 
 def _covariance(batch: LossBatch) -> torch.Tensor:
-    """[M, R] (advantage - mean) * (log-prob - mean), means over all tokens of the mini-batch."""
-    return (batch.advantages - batch.advantages[batch.mask].mean()) * (
-        batch.log_probs - batch.log_probs[batch.mask].mean()
-    )
+    """[M, R] float64 (advantage - mean) * (log-prob - mean), means over all tokens of the mini-batch."""
+    return _centred(batch.advantages, batch.mask) * _centred(batch.log_probs, batch.mask)
 
 
-def _largest(values: torch.Tensor, number: int) -> torch.Tensor:
-    """True at the `number` largest values; the first of equals."""
+def _centred(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[M, R] float64 values less their mean over the mask; exactly 0 where that is rounding, which differs by order."""
+    wide = values.double()
+    inside = wide[mask]
+    if not inside.numel():
+        return torch.zeros_like(wide)
+    centred = wide - inside.mean()
+    return torch.where(centred.abs() <= EQUAL_WITHIN * inside.abs().max(), 0.0, centred)
+
+
+_SPREAD = 0x9E3779B97F4A7C15 - 2**64
+"""2^64 over the golden ratio, odd, as int64: multiples of it, modulo 2^64, differ for all integers and lie evenly."""
+
+
+def _keys(batch: LossBatch) -> torch.Tensor:
+    """[M, R] int64 key of each token, different for all, in which neighbours are far apart."""
+    places = torch.arange(batch.mask.numel(), device=batch.mask.device).view_as(batch.mask)
+    return (places if batch.token is None else batch.token) * _SPREAD
+
+
+def _largest(values: torch.Tensor, number: int, keys: torch.Tensor) -> torch.Tensor:
+    """True at the `number` largest values; of equals, at those with the largest keys."""
     chosen = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
-    chosen[values.flatten().sort(descending=True, stable=True).indices[:number]] = True
+    order = keys.flatten().argsort(descending=True)
+    order = order[values.flatten()[order].sort(descending=True, stable=True).indices]
+    chosen[order[:number]] = True
     return chosen.view_as(values)
 
 
@@ -324,8 +356,9 @@ def prepare_mini_batch(batch: LossBatch, actor: ActorConfig, correction: Rollout
     """Settle what depends on the whole mini-batch; its rows are then cut into micro-batches.
 
     In bypass mode the old log-probs are the sampler's: weights and rejection come from the current policy here, and the
-    weights reach the loss with `loss_type=reinforce` alone, for PPO's ratio holds them already. Weights are divided by
-    their mean over the mask that comes in, where `rollout_is_batch_normalize` asks for it.
+    weights reach the loss with `loss_type=reinforce` alone, for PPO's ratio holds them already. Where
+    `rollout_is_batch_normalize` asks for it, weights are divided by their mean over the tokens before rejection, those
+    that are rejected here or were before (`LossBatch.before_rejection`) included, as in verl.
 
     Args:
         batch: all M rows of the global mini-batch; see `needs_current_log_probs` and `needs_entropy`.
@@ -342,7 +375,8 @@ def prepare_mini_batch(batch: LossBatch, actor: ActorConfig, correction: Rollout
             kept = highest_entropy(batch.entropy, batch.mask, actor.policy_loss.top_entropy_quantile)
             batch = replace(batch, high_entropy=kept)
         select = _variant(actor, correction).load_selection()
-        return replace(batch, entropy=None, selected=None if select is None else select(batch, actor))
+        selected = None if select is None else select(batch, actor)
+        return replace(batch, entropy=None, token=None, before_rejection=None, selected=selected)
 
 
 def _corrected(batch: LossBatch, actor: ActorConfig, correction: RolloutCorrectionConfig) -> LossBatch:
@@ -352,8 +386,10 @@ def _corrected(batch: LossBatch, actor: ActorConfig, correction: RolloutCorrecti
         weights, mask, measured = _correct_in_bypass(batch, correction)
         batch = replace(batch, measured=measured)
     if weights is not None and correction.rollout_is is not None and correction.rollout_is_batch_normalize:
-        mean = mean_weight(_flat(weights), _ragged(batch.mask), correction.rollout_is) if batch.mask.any() else 1.0
-        weights = weights / mean
+        # `batch.mask` is the one that came in: in bypass mode the rejected tokens are still in it.
+        counted = batch.mask if batch.before_rejection is None else batch.before_rejection
+        if counted.any():
+            weights = weights / mean_weight(_flat(weights), _ragged(counted), correction.rollout_is)
     if correction.bypass_mode and correction.loss_type == "ppo_clip":
         weights = None
     if weights is not None and correction.rollout_is == "sequence" and _variant(actor, correction).multiplies_weights:

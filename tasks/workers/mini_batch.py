@@ -47,6 +47,8 @@ class Signals:
         rollout_is_weights: importance weights of rollout correction; None: all 1.
         group: [N] which prompt each row answers.
         rollout_log_probs: of the sampler, for `off_policy_mask_threshold`; None: there are none.
+        in_loss: [N] bool, false: no token of the row is in the loss, whatever rollout correction says of it. The others'
+            tokens have importance weights though `loss_mask` may leave them out. None: those that `loss_mask` holds.
     """
 
     advantages: Ragged
@@ -56,6 +58,7 @@ class Signals:
     rollout_is_weights: Ragged | None
     group: np.ndarray
     rollout_log_probs: Ragged | None = None
+    in_loss: np.ndarray | None = None
 
 
 @dataclass
@@ -204,7 +207,7 @@ class MiniBatch:
         padded = {
             f.name: torch.from_numpy(pad(getattr(signals, f.name), rows, 0)[0]).to(device)
             for f in fields(Signals)
-            if f.name != "group" and getattr(signals, f.name) is not None
+            if isinstance(getattr(signals, f.name), Ragged)
         }
         current, entropy = padded["old_log_probs"], None
         if needs_current_log_probs(self._actor, self._correction) or needs_entropy(self._actor):
@@ -217,8 +220,22 @@ class MiniBatch:
             rollout_is_weights=padded.get("rollout_is_weights"),
             rollout_log_probs=padded.get("rollout_log_probs"),
             entropy=entropy,
+            token=self._token_numbers(rows, current.shape[1]),
+            before_rejection=self._before_rejection(rows, current.shape[1]),
         )
         return prepare_mini_batch(batch, self._actor, self._correction), padded.get("ref_log_probs")
+
+    def _token_numbers(self, rows: np.ndarray, width: int) -> torch.Tensor:
+        """[M, width] number of each token in the step's batch; what stands for padding is not read."""
+        starts = self._signals.loss_mask.offsets[rows].astype(np.int64)
+        return torch.from_numpy(starts[:, None] + np.arange(width)).to(self._model.device)
+
+    def _before_rejection(self, rows: np.ndarray, width: int) -> torch.Tensor | None:
+        """[M, width] bool: the loss mask before rollout correction rejected tokens; None: it is not known."""
+        if self._signals.in_loss is None:
+            return None
+        lengths = self._signals.loss_mask.lengths[rows] * self._signals.in_loss[rows]
+        return torch.from_numpy(np.arange(width) < lengths[:, None]).to(self._model.device)
 
     def _current(self, parts: list[np.ndarray], width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[M, width] log-probs, and entropies where they are needed, of the policy as it is now."""
