@@ -132,7 +132,7 @@ class Tracker:
             try:
                 self._settle_earlier_lineages()
                 self._sender.send()
-                if self._final is not None:
+                if closing and self._final is not None:
                     self._sender.close(*self._final)
             except Exception as error:
                 self._went_away(error)

@@ -58,6 +58,7 @@ class Kill:
         moment: `before` or `after` the call; of a stage, `within`.
         delay_s: of a stage, how long after its beginning.
         abandons: SIGTERM gives the stage no time to finish.
+        sent: wait at the moment until MLflow has this step.
     """
 
     how: str
@@ -67,10 +68,12 @@ class Kill:
     moment: str = "within"
     delay_s: float = 0.0
     abandons: bool = False
+    sent: int | None = None
 
     def __str__(self) -> str:
         how = f"{self.how} without grace" if self.abandons else self.how
         place = f"{self.call} {self.where}" + (f" #{self.nth}" if self.nth > 1 else "")
+        place += "" if self.sent is None else f" when MLflow has step {self.sent}"
         return f"{how} {self.moment} {place}"
 
     @property
@@ -169,6 +172,8 @@ class Watch:
         kill = self._kill
         if kill is None or (kill.call, kill.where, kill.nth, kill.moment) != (call, where, nth, moment):
             return
+        if kill.sent is not None:
+            self._wait_until_sent(kill.sent)
         if kill.how == "crash":
             os._exit(CRASHED)
         number = getattr(signal, kill.how)
@@ -178,6 +183,12 @@ class Watch:
             timer.start()
         else:
             os.kill(os.getpid(), number)
+
+    def _wait_until_sent(self, step: int) -> None:
+        log = Path(self._below) / "chaos" / "run" / "tracking.jsonl"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (log.exists() and f'"step": {step},' in log.read_text()):
+            time.sleep(0.01)
 
 
 def _path_in_folder(path: Any, *_: Any, dir_fd: int | None = None) -> Any:
@@ -598,7 +609,8 @@ def moments(watched: Sequence[dict[str, Any]]) -> list[Kill]:
     kind, so that all steps have their share. A rename, which is what commits, has both sides taken; of the syncs and
     removals around it one side, in turn.
     """
-    return [*_crashes(watched), *_signals_in_stages(watched), *_signals_at_commit_points(watched)]
+    sent = [Kill("crash", "stage", f"{step:06d}/updates", sent=step - 1) for step in (1, 5)]
+    return [*_crashes(watched), *_signals_in_stages(watched), *_signals_at_commit_points(watched), *sent]
 
 
 def _crashes(watched: Sequence[dict[str, Any]]) -> Iterator[Kill]:

@@ -272,7 +272,7 @@ def test_b68_sigterm_lets_the_stage_finish_and_leaves_terminal_states(tiny_run, 
     assert "Traceback" not in held.output
     assert held.run.state == "killed"
     committed = ["prompts", "rollouts", "old_log_probs", "ref_log_probs", "rewards"]
-    assert status_of(held.root)["open_step"] == {"step": 2, "committed": committed}
+    assert status_of(held.root)["open_step"]["committed"] == committed
     assert not list(held.root.rglob("*.aside"))
     info = tracked_run(cfg).info
     assert info.status == "KILLED" and info.end_time >= info.start_time

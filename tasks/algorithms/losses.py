@@ -264,8 +264,13 @@ def _number_of(share: float, mask: torch.Tensor) -> int:
 
 
 def _covariance(batch: LossBatch) -> torch.Tensor:
-    """[M, R] float64 (advantage - mean) * (log-prob - mean), means over all tokens of the mini-batch."""
-    return _centred(batch.advantages, batch.mask) * _centred(batch.log_probs, batch.mask)
+    """[M, R] float64 (advantage - mean) * (log-prob - mean), means over all tokens of the mini-batch.
+
+    Log-probs are taken to the nearest `NATS_APART`, so that tokens of one probability, such as all those of which the
+    policy is certain, have one covariance however their rounding came out.
+    """
+    log_probs = (batch.log_probs.double() / NATS_APART).round() * NATS_APART
+    return _centred(batch.advantages, batch.mask) * _centred(log_probs, batch.mask)
 
 
 def _centred(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -278,6 +283,8 @@ def _centred(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(centred.abs() <= EQUAL_WITHIN * inside.abs().max(), 0.0, centred)
 
 
+NATS_APART = 2.0**-12
+"""Log-probs that differ by less may differ by rounding alone, which the cut into micro-batches changes."""
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64
 """2^64 over the golden ratio, odd, as int64: multiples of it, modulo 2^64, differ for all integers and lie evenly."""
 
