@@ -83,6 +83,12 @@ def open_run_for_training(
             ) from None
         say(f"run folder {folder}")
     run.code_digest = code_digest(("tasks", "storage"))
+    opened = [event["code_digest"] for event in run.events() if event["event"] == "opened"]
+    if opened and opened[-1] != run.code_digest:
+        say(
+            "the code of grpoflow is another one than when this run was last open: stages whose code changed are run "
+            "again, and a repeated update that gives other weights will stop the run"
+        )
     run.config_digest = sha256_json(cfg.model_dump(mode="json"))
     run.compression = cfg.storage.compression
     return run
