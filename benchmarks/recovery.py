@@ -1,11 +1,11 @@
 """What a kill costs: seconds to rebuild a policy from stored batches, and work lost, here and with checkpoints alone.
 
-A run is made and its steps, stages and checkpoints are timed; then every update is made again from its stored batch, as
-a resumed run does. What a kill loses is computed from those times for moments drawn evenly over the run: here, the
-stages in flight and the time of replaying the updates since the last checkpoint; with checkpoints alone, everything
-since the last checkpoint, which has to be generated, scored and trained again. That second figure is a simulation over
-the same run: no other program is measured. Starting the process and loading the model is the same for both and is given
-apart.
+A run is made, its steps and stages are timed, and after each step a second policy makes the same update again from the
+stored batch, as a resumed run does. What a kill loses is computed from those times for moments drawn evenly over the
+run. Here: the stages in flight, and the time of making the updates since the last checkpoint again. With checkpoints
+alone: everything since the last checkpoint, which has to be generated, scored and trained again. That second figure is
+a simulation over the same run; no other program is measured. Starting the process and loading the model is the same for
+both and is given apart.
 """
 
 import random
@@ -13,8 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 
@@ -22,18 +22,22 @@ from rich.console import Console
 
 from flows.config import load_config
 from flows.plan_view import plan_of
+from flows.progress import Progress
 from flows.recipes import prepare, recipe_file
-from flows.recover import planned_steps, replay
-from flows.train import load_data, open_workers, run_training
-from storage import Run, RunWriter, open_run
+from flows.recover import replay
+from flows.run_folder import open_run_for_training
+from flows.stages import stage_runner
+from flows.tracking import Tracker
+from flows.train import Loop, Outcome, describe, load_data, open_workers
+from storage import Run
 from tasks.config import RunConfig
 from tasks.workers.policy import PolicyWorker
 
 STEPS, ROUNDS, MOMENTS = 20, 3, 1000
 SAVE_FREQS = (5, 10, 20)
-"""Checkpoint every so many steps; `STEPS` of the run are cycled through as if it went on."""
+"""A checkpoint every so many steps; the steps of the run are cycled through as if it went on."""
 WARM = 3
-"""Steps that are left out: the first ones fill caches."""
+"""First steps that are left out: they fill caches."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class StepTimes:
     """One step.
 
     Attributes:
-        seconds: from its first stage's start to the next step's.
+        seconds: its duration.
         stages: start and end of each stage, s after the step's start.
         replay_s: time in which its update is made again.
     """
@@ -52,55 +56,50 @@ class StepTimes:
 
 
 def main() -> None:
-    """Train, replay, draw kills, and print tables."""
+    """Train and replay in turn, draw kills, and print tables."""
     console = Console(file=sys.stderr)
     with tempfile.TemporaryDirectory() as root:
-        off = ["tracking.enabled=false", "orchestration.enabled=false", "trainer.val_before_train=false"]
-        length = [f"trainer.total_training_steps={STEPS}", "trainer.save_freq=-1", "trainer.test_freq=-1"]
+        off = ["tracking.enabled=false", "orchestration.enabled=false", f"trainer.total_training_steps={STEPS}"]
         recipe = [recipe_file("quickstart")]
-        cfg = load_config(recipe, [f"storage.root={root}", *off, *length, *sys.argv[1:]])
+        cfg = load_config(recipe, [f"storage.root={root}", *off, *sys.argv[1:]])
         cfg = prepare(recipe, cfg, console.print, None)
-        run = open_run(run_training(cfg, console).folder)
-        replays = replay_all(run, cfg)
-        times = step_times(run, replays)[WARM:]
-        report(times, *start_up(cfg, run))
+        report(timed_steps(cfg, console)[WARM:], *start_up(cfg))
 
 
-def replay_all(run: Run, cfg: RunConfig) -> list[float]:
-    """Seconds in which each update is made again, medians of several rounds from the first weights."""
-    rounds = []
-    with RunWriter(run.root) as writer:
-        for _ in range(ROUNDS):
-            worker = PolicyWorker(cfg, total_steps=planned_steps(run, 1) or 1, with_reference=False)
-            seconds = []
-            for index in range(1, STEPS + 1):
-                started = time.perf_counter()
-                replay(writer, worker, index)
-                seconds.append(time.perf_counter() - started)
-            rounds.append(seconds)
-    return [median(values) for values in zip(*rounds, strict=True)]
-
-
-def step_times(run: Run, replays: Sequence[float]) -> list[StepTimes]:
-    """Times of every step but the last, whose end is not known to its start."""
-    spans = []
-    for index in range(1, STEPS + 1):
-        view = run.step(index)
-        manifests = [manifest for stage in view.stages() if (manifest := view.manifest(stage)) is not None]
-        spans.append([(manifest.started_at, manifest.committed_at) for manifest in manifests])
-    starts = [min(start for start, _ in stages) for stages in spans]
+def timed_steps(cfg: RunConfig, console: Console) -> list[StepTimes]:
+    """Take the steps, each followed by the same update made again by a second policy."""
     times = []
-    for i in range(STEPS - 1):
-        stages = tuple((_after(starts[i], start), _after(starts[i], end)) for start, end in spans[i])
-        times.append(StepTimes(_after(starts[i], starts[i + 1]), stages, replays[i]))
+    with ExitStack() as stack:
+        progress = Progress(console, STEPS)
+        data = load_data(cfg)
+        plan = plan_of(cfg, train_prompts=data.train.table.num_rows)
+        workers = stack.enter_context(open_workers(cfg, plan, data))
+        run = stack.enter_context(open_run_for_training(cfg, progress.say))
+        tracker = stack.enter_context(Tracker(run, cfg))
+        runner = stack.enter_context(stage_runner(None, run.run_id))
+        describe(run, cfg, plan, data, tracker)
+        twin = PolicyWorker(cfg, total_steps=plan.total_steps or 1, with_reference=False)
+        loop, outcome = Loop(run, cfg, plan, workers, runner, tracker, progress), Outcome(run.root)
+        for index in range(1, STEPS + 1):
+            start = time.perf_counter()
+            loop.step(index, outcome, validates=False)
+            middle = time.perf_counter()
+            replay(run, twin, index)
+            times.append(StepTimes(middle - start, stage_times(run, index), time.perf_counter() - middle))
+        assert twin.weights_digest() == workers.policy.weights_digest(), "a replay gives the same weights"
     return times
 
 
-def _after(begin: datetime, moment: datetime) -> float:
-    return (moment - begin).total_seconds()
+def stage_times(run: Run, index: int) -> tuple[tuple[float, float], ...]:
+    """Start and end of each stage of a step, s after the first one's start."""
+    view = run.step(index)
+    manifests = [manifest for stage in view.stages() if (manifest := view.manifest(stage)) is not None]
+    first = min(manifest.started_at for manifest in manifests)
+    moments = [(manifest.started_at - first, manifest.committed_at - first) for manifest in manifests]
+    return tuple((start.total_seconds(), end.total_seconds()) for start, end in moments)
 
 
-def start_up(cfg: RunConfig, run: Run) -> tuple[float, float, float]:
+def start_up(cfg: RunConfig) -> tuple[float, float, float]:
     """Seconds to load data, workers and model; to write a checkpoint; to load it. Medians."""
     load, save, restore = [], [], []
     for _ in range(ROUNDS):

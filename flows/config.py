@@ -283,7 +283,37 @@ def _expected(key: str, value: Any, info: FieldInfo) -> str:
         return f"{value}: {reason}"
     plain = {True: "true", False: "false", None: "null", "": "an empty value"}
     got = plain[value] if isinstance(value, bool) or value is None or value == "" else repr(value)
-    return f"expected {_in_words(info)}, got {got}."
+    near = nearest_value(value, info)
+    return f"expected {_in_words(info)}, got {got}." + (f" Nearest: {near}." if near else "")
+
+
+OTHER_NAMES = {
+    "dr_grpo": "grpo with algorithm.norm_adv_by_std_in_grpo=false",
+    "drgrpo": "grpo with algorithm.norm_adv_by_std_in_grpo=false",
+    "ppo": "vanilla",
+    "clip": "vanilla",
+    "dapo": "vanilla with actor_rollout_ref.actor.clip_ratio_high",
+    "gmpo": "geo_mean",
+    "reinforce++": "reinforce_plus_plus",
+    "reinforce++_baseline": "reinforce_plus_plus_baseline",
+    "dppo": "dppo_tv or dppo_kl",
+    "otb": "optimal_token_baseline",
+}
+"""Names that papers and other libraries use for a choice here; one counts where the key takes its first word."""
+
+
+def nearest_value(value: Any, info: FieldInfo) -> str | None:
+    """The choice that is most like a value that is none; None: the key has no choices, or none is like it."""
+    choices = [choice for choice in _choices(info.annotation) if isinstance(choice, str)]
+    if not isinstance(value, str) or not choices:
+        return None
+    name = value.strip().lower().replace("-", "_")
+    other = OTHER_NAMES.get(name, "")
+    if other.partition(" ")[0] in choices:
+        return other
+    by_name = {choice.lower().replace("-", "_"): choice for choice in choices}
+    near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
+    return by_name[near[0]] if near else None
 
 
 def refused_value(key: str, value: Any) -> str | None:

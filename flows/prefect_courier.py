@@ -103,6 +103,8 @@ class Courier:
         if not self._api.answers():
             self.away = True
             problem = self._api.wait_ready(lambda _: None, self._given_up)
+            if self._given_up.is_set():
+                return
             self.away = False
             if problem is not None:
                 self.went_away(problem)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +20,14 @@ _STAGE_TIMERS = {
     "adv": "adv",
     "update": "update_actor",
 }
+
+
+class RunConsole(Console):
+    """Goes on silently when the reader of its pipe is gone: that does not end a run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Progress:

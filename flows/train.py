@@ -20,7 +20,7 @@ from flows.interrupts import Terminated, polite_end
 from flows.plan_view import plan_of
 from flows.plan_words import plan_in_brief
 from flows.prefect_server import PrefectAPI, prefect_api
-from flows.progress import Progress
+from flows.progress import Progress, RunConsole
 from flows.recipes import prepare
 from flows.recover import last_finished_step, newest_checkpoint, rebuild, recover, seen_checkpoints
 from flows.run_folder import (
@@ -86,7 +86,7 @@ def train_and_tell(
     """
     # Read when torch is imported: threads that wait for work leave the processor to others.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    console = Console()
+    console = RunConsole()
     refuse_unbuilt(cfg, checked(plan_of(cfg)))
     with ExitStack() as stack:
         say = Progress(console).say

@@ -11,9 +11,9 @@ from tasks.algorithms.advantages import AdvantageInput, Advantages, row_of_token
 from tasks.algorithms.correction import Correction, correct
 from tasks.algorithms.sample_metrics import signal_metrics
 from tasks.algorithms.variants import ESTIMATORS
-from tasks.config import RunConfig
+from tasks.config import MOST_REWARD, RunConfig
 from tasks.shape_reward import SHAPING_READS, shaped_rewards, truncated
-from tasks.stage import Step, aligned
+from tasks.stage import StageError, Step, aligned
 
 _ALGORITHM = (
     "adv_estimator",
@@ -64,6 +64,9 @@ def advantage(
         ref_log_probs: read where KL is in the reward.
         previous: the `advantages` of the step before, which hold the adaptive KL weight; None: the first step.
         greedy: `greedy_rollouts` and `greedy_rewards`, for remax.
+
+    Raises:
+        StageError: a reward is too large, or the estimator refuses the rewards.
     """
     parents = [rollouts, rewards, old_log_probs, *([ref_log_probs] if ref_log_probs else []), *(greedy or ())]
     coef = kl_coef(step.cfg, previous)
@@ -74,6 +77,7 @@ def advantage(
     scored = aligned(rewards, samples["sample_id"], ["score", "parts"])
     score = scored["score"].to_numpy().astype(np.float64)
     reward, shaping_metrics = shaped_rewards(step.cfg, rollouts, score)
+    _refuse_beyond_float32(step.index, samples["sample_id"], score, reward)
     response_ids = Ragged.from_arrow(samples["response_ids"])
     sampled = Ragged(np.ones(len(response_ids.values), dtype=bool), response_ids.offsets)
     group = np.unique(np.asarray(samples["group_id"].to_pylist()), return_inverse=True)[1]
@@ -88,7 +92,10 @@ def advantage(
         greedy_score=_greedy_reward(samples, greedy, step.cfg) if greedy else None,
         **_for_token_baseline(samples, old_log_probs, correction, step.cfg),
     )
-    result = ESTIMATORS[step.cfg.algorithm.adv_estimator].load()(inputs, step.cfg.algorithm)
+    try:
+        result = ESTIMATORS[step.cfg.algorithm.adv_estimator].load()(inputs, step.cfg.algorithm)
+    except ValueError as error:
+        raise StageError(f"step {step.index}: {error}") from error
     cut = truncated(samples) & step.cfg.actor_rollout_ref.actor.mask_truncated_responses
     kept = sampled.values if correction is None else correction.mask.values
     loss_mask = Ragged(kept & (result.in_loss & ~cut)[row_of_token(sampled)], sampled.offsets)
@@ -115,6 +122,18 @@ def advantage(
         shapes={"tokens": int(loss_mask.values.sum())},
         notes=notes,
     )
+
+
+def _refuse_beyond_float32(step: int, sample_ids: pa.ChunkedArray, score: np.ndarray, reward: np.ndarray) -> None:
+    """Stop at a reward whose sums or differences float32, in which advantages are kept, may not hold."""
+    beyond = np.flatnonzero(np.abs(reward) > MOST_REWARD)
+    if len(beyond):
+        row = int(beyond[0])
+        raise StageError(
+            f"step {step}: the reward of sample {sample_ids[row]} is {reward[row]:g} (its score {score[row]:g}), and "
+            f"{len(beyond)} of {len(reward)} lie beyond {MOST_REWARD:g}, where float32 overflows. Mend the reward "
+            "function, bound rewards with reward.clip_low and reward.clip_high, or set reward.scale nearer to 0."
+        )
 
 
 def kl_coef(cfg: RunConfig, previous: Artifact | None) -> float:

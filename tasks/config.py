@@ -35,6 +35,8 @@ Dtype = Annotated[
 
 MOST_PROMPTS = 2**20
 """More prompts in a step, or responses to one, are a slip of the finger."""
+MOST_REWARD = 1e30
+"""Largest reward in absolute value: advantages are float32, which ends at 3.4e38, and sums and differences must fit."""
 
 
 class Section(BaseModel):
@@ -201,13 +203,13 @@ class PolicyLossConfig(Section):
     loss_mode: LossMode = "vanilla"
     """Which policy loss; docs/algorithms.md lists them."""
     clip_cov_ratio: float = Field(0.0002, ge=0, le=1)
-    """clip_cov: share of tokens whose gradient is dropped."""
+    """clip_cov: share of tokens whose gradient is dropped, at least one; 0: none."""
     clip_cov_lb: float = 1.0
     """clip_cov: lower bound of the covariance."""
     clip_cov_ub: float = 5.0
     """clip_cov: upper bound of the covariance."""
     kl_cov_ratio: float = Field(0.0002, ge=0, le=1)
-    """kl_cov: share of tokens that get a KL penalty."""
+    """kl_cov: share of tokens that get a KL penalty, at least one; 0: none."""
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of that penalty."""
     dro_beta: float | None = Field(None, gt=0)
@@ -407,7 +409,7 @@ class KLControlConfig(Section):
     kl_coef: float = 0.001
     """Weight, or the adaptive controller's first weight."""
     horizon: int = Field(10000, ge=1)
-    """adaptive: how many sequences it takes to react."""
+    """adaptive: how many sequences it takes to react; more than a fifth of a step's, or the weight turns negative."""
     target_kl: float = Field(0.1, gt=0)
     """adaptive: the KL aimed at."""
 
@@ -417,9 +419,9 @@ class FilterGroupsConfig(Section):
 
     enable: bool = False
     metric: str = "score"
-    """Which value must differ within a group."""
+    """Which value must differ within a group: score, reward, a reward function's name, or a value it returns."""
     max_num_gen_batches: int = 0
-    """Most generate calls of one step; 0: no limit."""
+    """Most generate calls of one step; 0: as many as draw the number of training prompts, one pass over them."""
 
 
 class RolloutCorrectionConfig(Section):
@@ -432,7 +434,7 @@ class RolloutCorrectionConfig(Section):
     rollout_is_mode: Literal["truncate", "mask"] | None = None
     """A weight outside its bounds is held at them, or set to 0; null: one bound truncates, two mask, as in verl."""
     rollout_is_batch_normalize: bool = False
-    """Divide weights by their mean over the mini-batch."""
+    """Divide weights by their mean over the mini-batch's tokens before rejection."""
     rollout_rs: str | None = None
     """Rejection rules, comma-separated: token, seq_sum, seq_mean or seq_max, `_`, k1, k2 or k3; or seq_veto_k1. null:
     off."""
@@ -515,6 +517,7 @@ class RewardModelConfig(Section):
     enable: Literal[False] = False
     """Model-based reward; not offered."""
     reward_manager: Literal["naive", "dapo"] = "naive"
+    """verl's word; both are the same here, and `overlong_buffer.enable` alone turns the buffer on."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
 
 
@@ -631,6 +634,7 @@ class TrackingConfig(Section):
     """`tracking`: MLflow."""
 
     enabled: bool = True
+    """false: metrics stay in the run's folder alone, in each step's `step.json`."""
     uri: str | None = None
     """MLflow tracking URI; null: a SQLite store in `storage.root`."""
     flush_timeout_s: float = Field(60.0, ge=0)

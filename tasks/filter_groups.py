@@ -19,14 +19,17 @@ from storage import Artifact, Ragged, read_table
 from storage.artifacts import read_manifest
 from tasks.algorithms.shaping import groups_with_signal
 from tasks.config import RunConfig
-from tasks.data import steps_per_epoch
 from tasks.generate import response_metrics, token_shapes
 from tasks.reward import reward_metrics
+from tasks.rewards.functions import configured_functions
 from tasks.shape_reward import SHAPING_READS, shaped_rewards
 from tasks.stage import StageError, Step
 
 READS = ("algorithm.filter_groups.metric", "data.train_batch_size", "actor_rollout_ref.rollout.n", *SHAPING_READS)
 CODE = ("tasks.filter_groups", "tasks.algorithms")
+
+SCORES = ("score", "seq_reward", "reward", "seq_final_reward")
+"""Names of `algorithm.filter_groups.metric` that every sample has."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,8 @@ def filter_values(cfg: RunConfig, call: Call) -> np.ndarray:
     """[N] what the groups of a call are judged by: `algorithm.filter_groups.metric`; NaN: no verdict.
 
     `score` and `seq_reward` are the score; `reward` and `seq_final_reward` the shaped reward, before KL; any other name
-    is that of a reward function or of a value that a function returned beside its score, such as `acc`.
-
-    Raises:
-        StageError: no sample has a value of that name.
+    is that of a reward function or of a value that a function returned beside its score, such as `acc`. A sample
+    without it has no verdict: functions differ by data source, and a call need not draw rows of each.
     """
     metric = cfg.algorithm.filter_groups.metric
     table = read_table(call.rewards, ["score", "parts", "extra"])
@@ -69,18 +70,14 @@ def filter_values(cfg: RunConfig, call: Call) -> np.ndarray:
         return score
     if metric in ("reward", "seq_final_reward"):
         return shaped_rewards(cfg, call.rollouts, score)[0]
-    rows = [
-        {**json.loads(extra), **dict(parts)}
-        for extra, parts in zip(table["extra"].to_pylist(), table["parts"].to_pylist(), strict=True)
-    ]
-    values = [_number(row.get(metric)) for row in rows]
-    if all(value is None for value in values):
-        known = sorted({name for row in rows for name, value in row.items() if _number(value) is not None})
-        raise StageError(
-            f"algorithm.filter_groups.metric={metric}: no reward function returned a number of that name. There are "
-            f"score, reward{''.join(f', {name}' for name in known)}."
-        )
+    values = [_number(row.get(metric)) for row in _returned(table)]
     return np.where(np.isnan(score), np.nan, np.asarray(values, dtype=np.float64))
+
+
+def _returned(rewards: pa.Table) -> list[dict[str, object]]:
+    """[N] what the functions returned for each sample: scores by function, and values beside them."""
+    columns = (rewards[name].to_pylist() for name in ("extra", "parts"))
+    return [{**json.loads(extra), **dict(parts)} for extra, parts in zip(*columns, strict=True)]
 
 
 def _number(value: object) -> float | None:
@@ -97,22 +94,41 @@ def refuse_another_call(step: Step, calls: Sequence[Call], kept: Sequence[str], 
         prompts: prompts of the training set.
 
     Raises:
-        StageError: `max_num_gen_batches` calls are made, or without that limit as many as pass over all prompts once.
+        StageError: `max_num_gen_batches` calls are made, or at 0 as many as draw the number of training prompts; or no
+            function returns a number of `filter_groups.metric`.
     """
     data, most = step.cfg.data, step.cfg.algorithm.filter_groups.max_num_gen_batches
     size = data.gen_batch_size or data.train_batch_size
-    limit = most or max(steps_per_epoch(prompts, size), -(-data.train_batch_size // size))
+    limit = most or -(-prompts // size)
+    drawn = sum(call.prompts.rows for call in calls)
+    # A later step's name has been returned before: there it is the prompts that were drawn that lack it.
+    if len(calls) >= limit or (step.index == 1 and drawn >= data.train_batch_size):
+        _refuse_unknown_metric(step.cfg, calls)
     if len(calls) < limit:
         return
-    drawn = sum(call.prompts.rows for call in calls)
-    reason = f"algorithm.filter_groups.max_num_gen_batches={most}" if most else "a whole pass over the training prompts"
+    reason = f"algorithm.filter_groups.max_num_gen_batches={most}"
+    reason += "" if most else f", which is one pass over the {prompts} training prompts"
     raise StageError(
         f"step {step.index}: {len(calls)} generate calls ({reason}) gave {len(kept)} groups with a signal out of "
         f"{drawn}, fewer than data.train_batch_size={data.train_batch_size}. The calls are kept in "
-        f"{step.run.step(step.index).folder}; nothing was trained on them. Raise max_num_gen_batches or "
-        "actor_rollout_ref.rollout.n, lower data.train_batch_size, or use prompts that are neither always nor never "
-        "solved."
+        f"{step.run.step(step.index).folder}; nothing was trained on them. Set max_num_gen_batches above "
+        f"{limit}, raise actor_rollout_ref.rollout.n, lower data.train_batch_size, or use prompts that are neither "
+        "always nor never solved."
     )
+
+
+def _refuse_unknown_metric(cfg: RunConfig, calls: Sequence[Call]) -> None:
+    """Stop where no sample of any call has the value that groups are filtered by, and no function has its name."""
+    metric = cfg.algorithm.filter_groups.metric
+    if metric in SCORES or metric in [function.name for function in configured_functions(cfg)]:
+        return
+    rows = [row for call in calls for row in _returned(read_table(call.rewards, ["extra", "parts"]))]
+    known = sorted({name for row in rows for name, value in row.items() if _number(value) is not None})
+    if rows and metric not in known:
+        raise StageError(
+            f"algorithm.filter_groups.metric={metric}: no reward function returned a number of that name for any of "
+            f"{len(rows)} samples. There are score, reward{''.join(f', {name}' for name in known)}."
+        )
 
 
 def keep_groups(step: Step, name: str, calls: Sequence[Call], before: int) -> Artifact:

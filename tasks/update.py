@@ -29,7 +29,7 @@ READS = (
     "actor_rollout_ref.rollout.response_length",
     "data.max_response_length",
 )
-CODE = ("tasks.update", "tasks.workers", "tasks.algorithms")
+CODE = ("tasks.update", "tasks.workers", "tasks.algorithms", "tasks.shape_reward")
 
 
 def update(

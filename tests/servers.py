@@ -83,7 +83,11 @@ def slow_door(port: int, delay_s: float) -> Iterator[int]:
 
     def serve(outside: socket.socket) -> None:
         time.sleep(delay_s)
-        inside = socket.create_connection(("127.0.0.1", port))
+        try:
+            inside = socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            outside.close()
+            return
         threading.Thread(target=pump, args=(inside, outside), daemon=True).start()
         pump(outside, inside)
 

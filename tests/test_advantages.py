@@ -13,6 +13,7 @@ from storage.ragged import Ragged
 from tasks.algorithms.advantages import (
     AdvantageInput,
     group_statistics,
+    rewards_to_go,
     whiten,
 )
 from tasks.algorithms.kl import kl_in_reward
@@ -44,7 +45,7 @@ def everything(seed, samples=12):
     group = rng.permutation(np.concatenate([np.arange(4), np.arange(4), rng.integers(0, 4, samples - 8)]))
     lengths = rng.integers(1, 6, samples)
     tokens = int(lengths.sum())
-    score = np.where(rng.random(samples) < 0.15, NAN, rng.choice([0.0, 1.0, rng.normal()], samples))
+    score = np.where(rng.random(samples) < 0.15, NAN, rng.choice([0.0, 1.0, abs(rng.normal())], samples))
     old = -rng.exponential(1.0, tokens)
     return inputs(
         score,
@@ -163,6 +164,30 @@ def test_maxrl_divides_by_the_mean():
     assert per_sample("maxrl", [0, 0], [0, 0]) == [0, 0]
 
 
+def test_maxrl_refuses_scores_below_zero_instead_of_teaching_the_worse_responses():
+    with pytest.raises(ValueError, match=r"3 of 4 rewards lie below 0, the lowest at -1.*reward\.clip_low=0"):
+        per_sample("maxrl", [1, -1, -1, -1], [0, 0, 0, 0])
+    assert per_sample("maxrl", [1, NAN], [0, 0]) == [0, 0]
+
+
+@pytest.mark.parametrize("score", [0.1, 0.3, 0.7])
+def test_remax_gives_exactly_zero_at_the_greedy_score_whatever_other_rows_hold(score):
+    scores = np.array([score] * 4 + [1e6])
+    x = inputs(scores, np.zeros(5), [5] * 5, greedy_score=np.full(5, score))
+    advantages = ESTIMATORS["remax"].load()(x, CFG).advantages.values
+    assert advantages.tolist() == [0.0] * 20 + [np.float32(1e6 - score)] * 5
+
+
+def test_remax_takes_scores_that_differ_by_rounding_for_equal():
+    assert per_sample("remax", [0.1 + 0.2], [0], greedy_score=np.array([0.3])) == [0]
+
+
+def test_rewards_to_go_are_summed_from_the_end_of_each_row():
+    mask = Ragged.from_rows([[True, True, False], [], [True]], bool)
+    rewards = np.array([1e9, 0.1, 7.0, 0.2])
+    assert rewards_to_go(rewards, mask).tolist() == [1e9 + 0.1, 0.1, 0.0, 0.2]
+
+
 def test_remax_subtracts_the_greedy_score():
     got = per_sample("remax", [1, 0, 1], [0, 0, 1], greedy_score=np.array([1.0, 1.0, 0.0]))
     assert got == [0, -1, 1]
@@ -187,10 +212,16 @@ def test_gdpo_normalises_each_reward_before_it_adds_them():
     assert got[0] == pytest.approx(got[1], rel=1e-4)
 
 
-def test_gdpo_refuses_a_reward_it_does_not_have():
-    cfg = AlgorithmConfig(gdpo_reward_keys=("style",))
-    with pytest.raises(ValueError, match=r"gdpo_reward_keys names style, but the reward functions are a"):
-        per_sample("gdpo", [1, 0], [0, 0], cfg, reward_parts={"a": np.array([1.0, 0.0])})
+def test_gdpo_takes_a_function_that_scored_nothing_in_this_step_for_one_without_a_verdict():
+    parts = {"a": np.array([1.0, 0.0])}
+    alone = per_sample("gdpo", [1, 0], [0, 0], AlgorithmConfig(gdpo_reward_keys=("a",)), reward_parts=parts)
+    both = AlgorithmConfig(gdpo_reward_keys=("a", "style"))
+    assert per_sample("gdpo", [1, 0], [0, 0], both, reward_parts=parts) == alone
+    silent = AlgorithmConfig(gdpo_reward_keys=("style",))
+    assert per_sample("gdpo", [1, 0], [0, 0], silent, reward_parts=parts) == [0, 0]
+
+
+def test_gdpo_refuses_weights_of_another_number():
     with pytest.raises(ValueError, match="gdpo_reward_weights has 2 weights for the 1 rewards"):
         per_sample(
             "gdpo",
@@ -222,6 +253,7 @@ def test_the_token_baseline_weighs_returns_by_the_gradient_norm_so_far():
 @pytest.mark.parametrize("score", [0.1, 1 / 3, 1e-30, 1e30, -7.7, 0.0])
 @pytest.mark.parametrize("name", sorted(RELATIVE - {"gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"}))
 def test_equal_scores_give_exactly_zero_whatever_the_float(name, score):
+    score = abs(score) if name == "maxrl" else score
     assert per_sample(name, [score] * 7, [0] * 7) == [0.0] * 7
 
 
@@ -360,7 +392,8 @@ def test_advantages_do_not_depend_on_the_order_of_samples(name, seed, cfg):
     cfg=CONFIGURATIONS,
 )
 def test_advantages_are_finite_for_any_scores_and_zero_without_a_verdict(name, seed, score, cfg):
-    x = replace(everything(seed), score=np.array(score))
+    # maxrl refuses scores below 0.
+    x = replace(everything(seed), score=np.abs(score) if name == "maxrl" else np.array(score))
     result = ESTIMATORS[name].load()(x, cfg)
     assert np.isfinite(result.advantages.values).all()
     assert np.isfinite(result.returns.values).all()

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from flows.config import load_config
+from flows.config import ConfigError, load_config
 from tasks.algorithms.variants import ESTIMATORS, LOSSES
 from tasks.config import RunConfig
 from tasks.geometry import PlanWarning, Problem, plan, with_value
 from tasks.geometry.algorithm_rules import loss_in_force, reward_names
-from tasks.geometry.no_effect import ON_ONE_DEVICE, SWITCHES
+from tasks.geometry.no_effect import NOWHERE, ON_ONE_DEVICE, SWITCHES
 
 RECIPES = sorted((Path(__file__).parents[1] / "flows/recipes").glob("*.yaml"))
 SHORT = {
@@ -71,6 +71,8 @@ def functions(*names: str, weight: float = 1.0) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 FILTERED = {"filter.enable": True}
+IN_REWARD = {"algorithm.use_kl_in_reward": True}
+ADAPTIVE = {**IN_REWARD, "kl.type": "adaptive"}
 GDPO = {"algorithm.adv_estimator": "gdpo", "reward.functions": functions("gsm8k", "mine.py:brevity")}
 REFUSALS = [
     ("FILTER_GROUP_OF_ONE", {**FILTERED, "rollout.n": 1}, {**FILTERED, "rollout.n": 2}),
@@ -123,10 +125,51 @@ REFUSALS = [
         {"loss.loss_mode": "clip_cov", "loss.clip_cov_lb": 4.9},
     ),
     ("REWARD_PARTS", {**GDPO, "reward.scale": 0.1}, {**GDPO}),
+    (
+        "GDPO_KEYS_TWICE",
+        {**GDPO, "algorithm.gdpo_reward_keys": ["gsm8k", "gsm8k"]},
+        {**GDPO, "algorithm.gdpo_reward_keys": ["brevity", "gsm8k"]},
+    ),
+    (
+        "GDPO_WEIGHTS_ZERO",
+        {**GDPO, "algorithm.gdpo_reward_weights": [0.0, 0.0]},
+        {**GDPO, "algorithm.gdpo_reward_weights": [0.0, 1.0]},
+    ),
+    ("REWARD_SCALE_BEYOND_FLOAT32", {"reward.scale": -1e31}, {"reward.scale": 1e30}),
+    ("KL_WEIGHT", {"actor.use_kl_loss": True, "actor.kl_loss_coef": -0.1}, {"actor.kl_loss_coef": -0.1}),
+    ("KL_WEIGHT", {**IN_REWARD, "kl.kl_coef": -0.1}, {**IN_REWARD, "kl.kl_coef": 0.0}),
+    (
+        "KL_WEIGHT",
+        {"loss.loss_mode": "kl_cov", "loss.ppo_kl_coef": -1.0},
+        {"loss.loss_mode": "kl_cov", "loss.ppo_kl_coef": 1.0},
+    ),
+    ("KL_ADAPTIVE_ZERO", {**ADAPTIVE, "kl.kl_coef": 0.0}, {**ADAPTIVE, "kl.kl_coef": 0.001}),
+    ("KL_HORIZON", {**ADAPTIVE, "kl.horizon": 6}, {**ADAPTIVE, "kl.horizon": 7}),
+    (
+        "ROLLOUT_IS_THRESHOLD",
+        {"correction.rollout_is": "token", "correction.rollout_is_threshold": "2_3"},
+        {"correction.rollout_is": "token", "correction.rollout_is_threshold": "1_3"},
+    ),
+    (
+        "ROLLOUT_IS_THRESHOLD",
+        {
+            "correction.rollout_is": "token",
+            "correction.rollout_is_threshold": "0.5",
+            "correction.rollout_is_mode": "mask",
+        },
+        {"correction.rollout_is": "token", "correction.rollout_is_threshold": "0.5"},
+    ),
+    (
+        "ROLLOUT_RS",
+        {"correction.rollout_rs": "token_k1", "correction.rollout_rs_threshold": "2_3"},
+        {"correction.rollout_rs": "token_k1", "correction.rollout_rs_threshold": "0.5_3"},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("code", "refused", "legal"), REFUSALS, ids=[one[0] for one in REFUSALS])
+@pytest.mark.parametrize(
+    ("code", "refused", "legal"), REFUSALS, ids=[f"{one[0]}-{i}" for i, one in enumerate(REFUSALS)]
+)
 def test_what_cannot_work_is_refused_and_its_neighbour_is_not(
     code: str, refused: dict[str, Any], legal: dict[str, Any]
 ) -> None:
@@ -137,7 +180,7 @@ def test_what_cannot_work_is_refused_and_its_neighbour_is_not(
 def test_a_refusal_says_what_where_and_the_ways_out() -> None:
     text = str(problems(REFUSALS[2][1])["FILTER_METRIC"])
     assert "algorithm.filter_groups.metric=scroe" in text
-    assert "score, reward, seq_reward, seq_final_reward, acc, gsm8k" in text
+    assert "score, reward, seq_reward, seq_final_reward, gsm8k" in text
     assert problems(REFUSALS[0][1])["FILTER_GROUP_OF_ONE"].upper == 2
     assert problems(REFUSALS[1][1])["FILTER_MOST"].upper == 0
     assert "0 < low < high" in str(problems(REFUSALS[7][1])["ROLLOUT_IS_THRESHOLD"])
@@ -148,9 +191,16 @@ def test_rejection_without_a_bound_is_refused() -> None:
     assert "rollout_rs_threshold" in problems({"correction.rollout_rs": "token_k3"})["ROLLOUT_RS"].message
 
 
-@pytest.mark.parametrize("metric", ["score", "reward", "seq_reward", "seq_final_reward", "acc"])
+@pytest.mark.parametrize("metric", ["score", "reward", "seq_reward", "seq_final_reward"])
 def test_groups_can_be_filtered_by_every_standard_metric(metric: str) -> None:
     assert problems({**FILTERED, "filter.metric": metric, "reward.functions": functions("gsm8k")}) == {}
+
+
+def test_groups_can_be_filtered_by_accuracy_where_a_function_returns_it() -> None:
+    values = {**FILTERED, "filter.metric": "acc"}
+    assert problems(values) == {}
+    assert problems({**values, "reward.functions": functions("gsm8k", "math_dapo")}) == {}
+    assert "FILTER_METRIC" in problems({**values, "reward.functions": functions("gsm8k", "math")})
 
 
 @pytest.mark.parametrize(
@@ -177,7 +227,23 @@ def test_weights_of_gdpo_are_counted_against_all_functions_where_none_are_chosen
         "3 weights for the 2" in problems({**GDPO, "algorithm.gdpo_reward_weights": [1, 1, 1]})["GDPO_WEIGHTS"].message
     )
     unknown = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_weights": [1, 1, 1]}
-    assert problems(unknown) == {}
+    assert "needs algorithm.gdpo_reward_keys" in problems(unknown)["GDPO_WEIGHTS"].rule
+    assert problems({**unknown, "algorithm.gdpo_reward_keys": ["gsm8k", "math", "countdown"]}) == {}
+
+
+def test_reward_keys_are_compared_with_the_functions_of_the_data_before_training() -> None:
+    from tasks.rewards.calls import RewardError
+    from tasks.rewards.functions import check_reward_keys
+
+    cfg = one_device(**{"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["gsm8k", "exact_match"]})
+    check_reward_keys(cfg, ["openai/gsm8k", "searchR1_nq"])
+    with pytest.raises(RewardError, match="names exact_match, but the reward functions of the training data are gsm8k"):
+        check_reward_keys(cfg, ["openai/gsm8k"])
+    check_reward_keys(one_device(**{"algorithm.gdpo_reward_keys": ["nope"]}), ["openai/gsm8k"])
+
+
+def test_an_adaptive_weight_that_could_turn_negative_gets_the_nearest_horizon() -> None:
+    assert problems({**ADAPTIVE, "kl.horizon": 1})["KL_HORIZON"].upper == 7  # 0.2 * 32 sequences = 6.4
 
 
 def test_rewards_that_are_normalised_before_the_sum_are_checked_like_those_of_gdpo() -> None:
@@ -217,6 +283,7 @@ def test_reward_functions_have_the_names_of_the_reward_stage() -> None:
 
 BYPASS = {"correction.bypass_mode": True}
 KL = {"actor.use_kl_loss": True}
+MAXRL = {"algorithm.adv_estimator": "maxrl"}
 SURPRISES = [
     ("FILTERED_SAMPLING", "warning", {**BYPASS, "rollout.top_k": 50}, {"rollout.top_k": 50}),
     ("CLIP_LOW_ABOVE_ONE", "warning", {"actor.clip_ratio_low": 1.5}, {"actor.clip_ratio_low": 1.0}),
@@ -256,10 +323,39 @@ SURPRISES = [
         {**GDPO, "reward.functions": functions("gsm8k", "mine.py:brevity", weight=0.5)},
         GDPO,
     ),
+    ("DPPO_TV_CLIP", "warning", {"loss.loss_mode": "dppo_tv", "actor.clip_ratio": 1.0}, {"loss.loss_mode": "dppo_tv"}),
+    ("KL_COV_OFF", "warning", {"loss.loss_mode": "kl_cov", "loss.kl_cov_ratio": 0.0}, {"loss.loss_mode": "kl_cov"}),
+    ("KL_COV_OFF", "warning", {"loss.loss_mode": "kl_cov", "loss.ppo_kl_coef": 0.0}, {"loss.ppo_kl_coef": 0.0}),
+    ("CLIP_COV_OFF", "warning", {"loss.loss_mode": "clip_cov", "loss.clip_cov_ratio": 0.0}, {}),
+    (
+        "ROLLOUT_IS_BELOW_ONE",
+        "warning",
+        {"correction.rollout_is": "token", "correction.rollout_is_threshold": 1e-9},
+        {"correction.rollout_is": "token"},
+    ),
+    ("REWARD_SCALE_NEGATIVE", "warning", {"reward.scale": -1.0}, {"reward.scale": 2.0}),
+    ("MAXRL_BELOW_ZERO", "warning", {**MAXRL, "reward.functions": functions("math_dapo")}, MAXRL),
+    (
+        "MAXRL_BELOW_ZERO",
+        "warning",
+        {**MAXRL, "buffer.enable": True, "buffer.len": 4},
+        {**MAXRL, "buffer.enable": True, "buffer.len": 4, "reward.clip_low": 0.0},
+    ),
+    ("MAXRL_BELOW_ZERO", "warning", {**MAXRL, "reward.scale": -1.0, "reward.clip_low": 0.0}, {"reward.scale": -1.0}),
+    ("MAXRL_BELOW_ZERO", "warning", {**MAXRL, "reward.stop_properly_coef": -1.0}, MAXRL),
+    ("MAXRL_BELOW_ZERO", "warning", {**MAXRL, **IN_REWARD, "reward.clip_low": 0.0}, IN_REWARD),
+    (
+        "OVERLONG_BUFFER_IN_VERL",
+        "info",
+        {"buffer.enable": True, "buffer.len": 4},
+        {"buffer.enable": True, "buffer.len": 4, "reward_model.reward_manager": "dapo"},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("code", "level", "odd", "usual"), SURPRISES, ids=[one[0] for one in SURPRISES])
+@pytest.mark.parametrize(
+    ("code", "level", "odd", "usual"), SURPRISES, ids=[f"{one[0]}-{i}" for i, one in enumerate(SURPRISES)]
+)
 def test_a_surprise_is_said_and_the_usual_is_not(
     code: str, level: str, odd: dict[str, Any], usual: dict[str, Any]
 ) -> None:
@@ -298,6 +394,7 @@ def test_filtered_groups_say_that_epochs_count_steps() -> None:
 # ---------------------------------------------------------------------------------------------- settings without effect
 
 IS, RS = {"correction.rollout_is": "token"}, {"correction.rollout_rs": "token_k2", "correction.rollout_rs_threshold": 1}
+NORM = {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}
 EACH = {**GDPO, "algorithm.adv_estimator": "grpo", "algorithm.multi_objective_aggregation": "normalize_then_sum"}
 UNREAD = [
     ("algorithm.gamma", 0.9, {}, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
@@ -332,7 +429,16 @@ UNREAD = [
         {"algorithm.use_kl_in_reward": True},
         {"algorithm.use_kl_in_reward": True, "kl.type": "adaptive"},
     ),
-    ("actor.loss_scale_factor", 100.0, {}, {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
+    ("actor.loss_scale_factor", 100.0, {}, NORM),
+    ("actor.loss_scale_factor", 100.0, {**NORM, "loss.loss_mode": "sapo"}, {**NORM, **KL, "loss.loss_mode": "sapo"}),
+    ("actor.loss_scale_factor", 9.0, {**NORM, "loss.loss_mode": "geo_mean"}, {**NORM, "loss.loss_mode": "gspo"}),
+    ("actor.data_loader_seed", 3, {}, {"actor.shuffle": True}),
+    ("trainer.alarms.rollout_probs_diff_mean", 0.1, {"rollout.calculate_log_probs": False}, {}),
+    ("trainer.alarms.rollout_actor_probs_pearson_corr", 0.9, {"rollout.calculate_log_probs": False}, {}),
+    ("trainer.alarms.rollout_probs_diff_mean", 0.1, BYPASS, {}),
+    ("correction.rollout_is_threshold", 3.0, {**BYPASS, **IS}, {**BYPASS, **IS, "correction.loss_type": "reinforce"}),
+    ("correction.rollout_is_batch_normalize", True, {**BYPASS, **IS}, IS),
+    ("correction.rollout_is_mode", "mask", {**BYPASS, **IS}, IS),
     ("correction.rollout_is_mode", "mask", {}, IS),
     ("correction.rollout_is_threshold", 3.0, {}, IS),
     ("correction.rollout_is_batch_normalize", True, {}, IS),
@@ -368,10 +474,36 @@ def test_every_key_that_the_planner_names_is_a_key() -> None:
     keys = [f"algorithm.{name}" for variant in ESTIMATORS.values() for name in variant.reads]
     keys += [f"{SHORT['actor']}.{name}" for variant in LOSSES.values() for name in variant.reads]
     keys += [name for switch in SWITCHES for name in (switch.by, *switch.keys)]
-    for name in {*keys, *ON_ONE_DEVICE}:
+    for name in {*keys, *ON_ONE_DEVICE, *NOWHERE}:
         value: Any = RunConfig()
         for part in name.split("."):
             value = getattr(value, part)
+
+
+def test_words_of_verl_that_nothing_reads_are_named() -> None:
+    (one,) = without_effect({"reward_model.reward_manager": "dapo"}).values()
+    assert "overlong_buffer.enable alone turns the buffer on" in one.message
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("algorithm.adv_estimator=gpro", "grpo"),
+        ("algorithm.adv_estimator=dr_grpo", "grpo with algorithm.norm_adv_by_std_in_grpo=false"),
+        ("algorithm.adv_estimator=reinforce++", "reinforce_plus_plus"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gmpo", "geo_mean"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gsop", "gspo"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=ppo", "vanilla"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token_mean", "token-mean"),
+        ("actor_rollout_ref.actor.kl_loss_type=low_var_k1", "low_var_kl"),
+        ("algorithm.adv_estimator=xyz", None),
+    ],
+)
+def test_a_wrong_value_is_answered_with_the_nearest_one(override: str, nearest: str | None) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([], [override])
+    (problem,) = error.value.problems
+    assert problem.message.endswith(f" Nearest: {nearest}.") if nearest else "Nearest" not in problem.message
 
 
 def test_who_would_read_a_setting_is_said() -> None:

@@ -19,6 +19,7 @@ from tasks.algorithms.correction import (
     truncate,
 )
 from tasks.algorithms.correction_rules import RULES, Band, parse_band, parse_rules
+from tasks.algorithms.sample_metrics import reduce_metrics
 from tasks.config import RolloutCorrectionConfig
 
 
@@ -154,6 +155,17 @@ def test_gap_metrics_by_hand():
     assert got["chi2_token"] == pytest.approx((4 + 0.25 + 16) / 3 - 1)
     assert got["chi2_seq"] == pytest.approx((1 + 16) / 2 - 1)
     assert got["rollout_ppl"] == pytest.approx(np.exp(2))
+
+
+def test_a_huge_gap_has_finite_measurements():
+    got = gap_metrics(rows([-800.0, -1.0], dtype=np.float32), rows([-1.0, -800.0], dtype=np.float32), rows([True] * 2))
+    assert np.isfinite(list(got.values())).all()
+    assert got["k3_kl"] == pytest.approx((np.exp(20) - 21 + np.exp(-20) + 19) / 2)
+
+
+def test_a_rule_named_after_a_maximum_is_still_averaged_over_mini_batches():
+    names = [f"rollout_corr/rollout_rs_seq_max_k2_{end}" for end in ("masked_fraction", "max")]
+    assert reduce_metrics({name: [0.0, 1.0] for name in names}) == dict(zip(names, (0.5, 1.0), strict=True))
 
 
 def test_equal_log_probs_have_no_gap():

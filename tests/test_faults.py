@@ -62,6 +62,23 @@ def at(index, stage, deed):
         yield
 
 
+@contextmanager
+def around_record(index, before=lambda: None, after=lambda: None):
+    """Within the block these are called before and after the record of this step is written."""
+    original = RunWriter.finish_step
+
+    def finish_step(the_run, step, record):
+        if step == index:
+            before()
+        original(the_run, step, record)
+        if step == index:
+            after()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunWriter, "finish_step", finish_step)
+        yield
+
+
 def stopped_at(cfg, index, stage):
     """A run whose process was gone when it opened this stage."""
     with at(index, stage, stop), pytest.raises(Stopped):
@@ -273,7 +290,8 @@ class Disk:
         if made.returncode:
             pytest.skip(f"no tmpfs can be mounted here: {made.stderr.decode().strip()}")
 
-    def fill(self):
+    def fill(self, leave=0):
+        """Leave so many bytes free."""
         with self.ballast.open("ab", buffering=0) as file:
             for size in (1 << 20, 1 << 12):
                 try:
@@ -281,6 +299,7 @@ class Disk:
                         pass
                 except OSError:
                     continue
+            file.truncate(max(file.tell() - leave, 0))
 
     def empty(self):
         self.ballast.unlink()
@@ -314,7 +333,9 @@ def test_a_disk_that_is_full_in_a_stage_ends_the_run_and_costs_that_stage_alone(
         code, text = command(capsys, "train", tmp_path / "base.yaml", *words)
     assert code == 2
     assert calls == [1], "a full disk is not tried again"
-    assert re.search(rf"error: no space left in .*{stage}.*bytes are free", text.replace("\n", " ")), text
+    # While rewards are scored the log-probs beside them meet the full disk too.
+    hit = "(rewards|old_log_probs|ref_log_probs)" if stage == "rewards" else stage
+    assert re.search(rf"error: no space left in .*{hit}.*bytes are free", text.replace("\n", " ")), text
     assert "run the same command again" in text
     nothing_half_done(small.path / "run")
     kept = files_of(small.path / "run", "steps/**/*")
@@ -340,8 +361,10 @@ def test_a_disk_too_full_for_a_line_in_the_ledger_still_tells_why_the_run_ended(
     with at(2, "old_log_probs", fill_to_the_last_byte):
         code, text = command(capsys, "train", tmp_path / "base.yaml", *words)
     assert code == 2
-    assert "no space left in" in text
-    assert "old_log_probs" in text
+    # While log-probs are computed the rewards beside them meet the full disk too.
+    assert re.search(
+        r"error: no space left in .* for artifact (old_log_probs|ref_log_probs|rewards) of step 2", text
+    ), text
     small.empty()
     the_run, _ = run(tiny_run(*words))
     assert the_run.finished_steps() == [1, 2]
@@ -361,23 +384,13 @@ def test_b18_a_checkpoint_that_does_not_fit_leaves_the_one_before_it(tiny_run, t
             small.fill()
         original(worker, aside)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        around_record(4, after=small.fill if when == "before" else lambda: None),
+    ):
         if when == "within":
             patch.setattr(PolicyWorker, "save", save)
-            code, text = command(capsys, "train", tmp_path / "base.yaml", *words)
-        else:
-            patch.setattr("flows.train.prune_checkpoints", lambda *_, **__: [])
-            filling = {"done": False}
-            before = RunWriter.finish_step
-
-            def finish(the_run, step, record):
-                before(the_run, step, record)
-                if step == 4 and not filling["done"]:
-                    filling["done"] = True
-                    small.fill()
-
-            patch.setattr(RunWriter, "finish_step", finish)
-            code, text = command(capsys, "train", tmp_path / "base.yaml", *words)
+        code, text = command(capsys, "train", tmp_path / "base.yaml", *words)
     assert code == 2, text
     flat = text.replace("\n", " ")
     assert re.search(r"no space left in \S+checkpoints for checkpoint 000004: [\d,]+ bytes are needed", flat), text
@@ -426,10 +439,33 @@ def test_b26_room_for_a_step_is_looked_for_before_a_token_is_generated(tiny_run,
     small = disk("8m")
     tiny_run()
     words = [*SMALL, "trainer.total_training_steps=3", f"trainer.default_local_dir={small.path / 'run'}"]
-    with at(2, "prompts", small.fill), at(2, "rollouts", lambda: pytest.fail("generates on a full disk")):
+    with (
+        around_record(1, after=lambda: small.fill(leave=24 * 1024)),
+        at(2, "rollouts", lambda: pytest.fail("it generates")),
+    ):
         code, text = command(capsys, "train", tmp_path / "base.yaml", *words)
     assert code == 2
-    assert "no space left" in text
+    assert re.search(r"no space left in .* for step 2: [\d,]+ bytes are needed and [\d,]+ bytes are free", text), text
+    small.empty()
+    the_run, _ = run(tiny_run(*words))
+    assert the_run.finished_steps() == [1, 2, 3]
+
+
+def test_a_disk_that_is_full_when_a_step_is_finished_says_so_and_makes_no_stage_again(
+    tiny_run, tmp_path, whole, disk, capsys
+):
+    small = disk("8m")
+    tiny_run()
+    words = [*SMALL, "trainer.total_training_steps=2", f"trainer.default_local_dir={small.path / 'run'}"]
+    with around_record(2, before=small.fill):
+        code, text = command(capsys, "train", tmp_path / "base.yaml", *words)
+    assert code == 2
+    assert re.search(r"no space left in .* for the record of step 2: .*bytes are free", text.replace("\n", " ")), text
+    nothing_half_done(small.path / "run")
+    small.empty()
+    the_run, _ = run(tiny_run(*words))
+    assert digest(the_run, 2) == digest(whole, 2)
+    assert [len(the_run.step(2).attempts(stage)) for stage in STAGES] == [1] * 7
 
 
 def test_a_read_only_disk_is_refused_and_can_be_read(tiny_run, tmp_path, disk, capsys):
@@ -631,3 +667,10 @@ def test_b99_resident_memory_stays_flat_over_300_steps_of_reading_and_writing(tm
     assert len(resident) == 300
     assert resident[250:].mean() < 1.1 * resident[50:100].mean()
     assert resident[50:].max() < 1.1 * np.median(resident[50:])
+
+
+def test_b99_every_step_says_what_memory_the_process_and_arrow_hold(tiny_run):
+    the_run, _ = run(tiny_run(*SMALL, "trainer.total_training_steps=2"))
+    for step in (1, 2):
+        metrics = the_run.step(step).record["metrics"]
+        assert metrics["memory/resident_bytes"] > metrics["memory/arrow_bytes"] >= 0

@@ -39,6 +39,7 @@ from tasks.workers.forward import token_log_probs
 
 DIFFERS = {
     "adv.remax.holes.f64": "compared inside the mask: the reference leaves the return as advantage of unsampled tokens",
+    "other.maxrl.gauss.f32": "scores below 0 are refused: the reference divides by a negative mean",
     "masked.whiten.constant.f64": "equal values give exactly 0; the reference gives rounding noise times 1e4",
     "logits.entropy_chunked.f32": "at logits of 1000 the reference's float32 is 5e-5 off its own float64",
     "trl.loss.bnpo.grad_accum.f64": "the reference averages the means of micro-batches, ours the whole mini-batch",
@@ -90,6 +91,10 @@ def test_advantages_equal_verls(case):
 @cases("other", lambda case: case["function"] == "compute_maxrl_advantage")
 def test_maxrl_equals_skyrls(case):
     given, want = values(case, "inputs"), values(case, "expected")
+    if case["name"] in DIFFERS:
+        with pytest.raises(ValueError, match="rewards lie below 0"):
+            advantages_of(case, given)
+        return
     check(case, square(advantages_of(case, given).advantages, given["token_level_rewards"]), want["advantages"])
 
 

@@ -1,6 +1,7 @@
 """Policy losses: by hand on one token, and what must hold for every loss, aggregation and correction."""
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from storage.ragged import Ragged
 from tasks.algorithms.aggregation import aggregate, count_totals, row_weights
 from tasks.algorithms.losses import (
     LossBatch,
@@ -22,7 +24,8 @@ from tasks.algorithms.losses import (
 )
 from tasks.algorithms.token_masks import highest_entropy, near_the_sampler
 from tasks.algorithms.variants import LOSSES
-from tasks.config import ActorConfig, LossAggregation, PolicyLossConfig, RolloutCorrectionConfig
+from tasks.config import ActorConfig, LossAggregation, PolicyLossConfig, RolloutCorrectionConfig, RunConfig
+from tasks.workers.mini_batch import MiniBatch, Signals
 
 OFF = RolloutCorrectionConfig()
 SEEDS = st.integers(0, 2**32 - 1)
@@ -234,6 +237,95 @@ def test_clip_cov_takes_no_more_than_its_share_and_only_from_the_band():
     assert selected.sum() == int(tokens * 0.1)
     assert (covariance[selected].abs() < 0.2).all()
     assert (batch.mask | ~selected).all()
+
+
+def identical_siblings(advantages):
+    """One response of four tokens, sampled once for each advantage."""
+    new = torch.tensor([[-0.1, -1.0, -3.0, -2.0]], dtype=torch.float64).repeat(len(advantages), 1)
+    rows = torch.tensor(advantages, dtype=torch.float64)[:, None].expand_as(new).clone()
+    token = torch.arange(new.numel()).view_as(new)
+    return LossBatch(new, new - 0.05, rows, torch.ones_like(new, dtype=torch.bool), token=token)
+
+
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("advantages", [[1.0, -1.0] * 3, [2.0, -1, 1, 0, -2, 0]])
+def test_equal_tokens_are_told_apart_by_their_number_in_the_batch(mode, advantages):
+    actor = actor_with(mode, clip_cov_ratio=0.2, clip_cov_lb=-9.0, clip_cov_ub=9.0, kl_cov_ratio=0.2)
+    batch = identical_siblings(advantages)
+    selected = prepare_mini_batch(batch, actor, OFF).selected
+    assert selected.sum() == int(0.2 * 24)
+    for seed in range(5):
+        order = torch.from_numpy(np.random.default_rng(seed).permutation(6))
+        assert torch.equal(prepare_mini_batch(take(batch, order), actor, OFF).selected, selected[order])
+
+
+def test_clip_cov_draws_identical_siblings_one_by_one():
+    actor = actor_with("clip_cov", clip_cov_ratio=0.25, clip_cov_lb=-9.0, clip_cov_ub=9.0)
+    selected = prepare_mini_batch(identical_siblings([1.0, -1.0] * 20), actor, OFF).selected
+    assert len(set(selected.sum(dim=0).tolist())) > 1 or len({tuple(row) for row in selected.tolist()}) > 1
+    assert selected.sum(dim=0).min() >= 5  # of 40 at each place, 10 expected
+
+
+@pytest.mark.parametrize("advantage", [0.0, 0.7])
+def test_kl_cov_selects_nothing_where_no_token_stands_out(advantage):
+    batch = identical_siblings([advantage] * 6)
+    batch = replace(batch, log_probs=batch.log_probs.float(), advantages=batch.advantages.float())
+    assert not prepare_mini_batch(batch, actor_with("kl_cov", kl_cov_ratio=0.5), OFF).selected.any()
+
+
+def test_log_probs_that_differ_by_rounding_have_one_covariance():
+    batch = identical_siblings([1.0, -1.0] * 3)
+    actor = actor_with("kl_cov", kl_cov_ratio=0.15)
+    noise = torch.from_numpy(np.random.default_rng(0).normal(0, 1e-6, (6, 4)))
+    moved = replace(batch, log_probs=batch.log_probs + noise)
+    assert torch.equal(*(prepare_mini_batch(x, actor, OFF).selected for x in (batch, moved)))
+
+
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+def test_a_share_of_zero_selects_nothing(mode):
+    actor = actor_with(mode, clip_cov_ratio=0, clip_cov_lb=-9.0, clip_cov_ub=9.0, kl_cov_ratio=0)
+    assert not prepare_mini_batch(identical_siblings([1.0, -1.0] * 3), actor, OFF).selected.any()
+
+
+@pytest.mark.parametrize(("level", "mean"), [("token", 1.5), ("sequence", 1.375)])
+def test_weights_are_averaged_over_the_tokens_before_rejection_in_both_modes(level, mean):
+    # Means over tokens: (0.5 + 2 + 2 + 1.5) / 4; over sequences: (1.5 + 1.25) / 2.
+    weights = {"token": [[0.5, 2.0, 2.0], [1.5, 0.0, 0.0]], "sequence": [[1.5] * 3, [1.25, 0.0, 0.0]]}[level]
+    before = torch.tensor([[True] * 3, [True, False, False]])
+    mask = torch.tensor([[True, False, False], [False] * 3])
+    new = torch.full((2, 3), -1.0, dtype=torch.float64)
+    weights = torch.tensor(weights, dtype=torch.float64)
+    batch = LossBatch(new, new, torch.ones_like(new), mask, weights, before_rejection=before)
+    cfg = RolloutCorrectionConfig(rollout_is=level, rollout_is_batch_normalize=True)
+    prepared = prepare_mini_batch(batch, actor_with("vanilla"), cfg)
+    torch.testing.assert_close(prepared.rollout_is_weights, weights / mean)
+
+    gap = torch.tensor([[np.log(0.5), np.log(2), np.log(2)], [np.log(1.5), 0, 0]], dtype=torch.float64)
+    bypass = RolloutCorrectionConfig(
+        bypass_mode=True,
+        loss_type="reinforce",
+        rollout_is="token",
+        rollout_is_batch_normalize=True,
+        rollout_rs="token_k1",
+        rollout_rs_threshold="0.9_3",
+    )
+    batch = LossBatch(new, new - gap, torch.ones_like(new), before)
+    prepared = prepare_mini_batch(batch, actor_with("reinforce"), bypass)
+    assert prepared.mask.tolist() == mask.tolist()
+    assert prepared.rollout_is_weights[0, 0].item() == pytest.approx(0.5 / 1.5)
+
+
+def test_a_mini_batch_knows_its_tokens_by_their_place_in_the_step_and_the_mask_before_rejection():
+    lengths = [2, 3, 1]
+    nothing = Ragged.from_lengths(np.zeros(6, dtype=np.float32), lengths)
+    mask = Ragged.from_lengths(np.array([True, False, True, True, False, True]), lengths)
+    signals = Signals(
+        nothing, mask, nothing, None, nothing, np.zeros(3, np.int64), in_loss=np.array([True, False, True])
+    )
+    batch = MiniBatch(RunConfig(), SimpleNamespace(device="cpu"), None, signals, share_prompts=False)
+    rows = np.array([2, 0, 1])
+    assert batch._token_numbers(rows, 3).tolist() == [[5, 6, 7], [0, 1, 2], [2, 3, 4]]
+    assert batch._before_rejection(rows, 3).tolist() == [[True, False, False], [True, True, False], [False] * 3]
 
 
 # ------------------------------------------------------------------------------------------------- what holds for all

@@ -177,7 +177,7 @@ def status_of(folder: Path) -> dict[str, Any]:
     return json.loads(output.getvalue())
 
 
-LONG = ("trainer.total_epochs=9", "trainer.total_training_steps=9")
+LONG = ("trainer.total_epochs=9", "trainer.total_training_steps=9", "reward.timeout_s=900")
 
 
 # ---------------------------------------------------------------------------------------------------- ends without word
@@ -316,9 +316,9 @@ def test_a_signal_while_the_server_is_waited_for_ends_the_run_at_once(tiny_run, 
     dead = f"http://127.0.0.1:{free_port()}/api"
     held.start(tiny_run(*LONG, "orchestration.enabled=true", f"orchestration.api_url={dead}"))
     held.await_output("Waiting for the Prefect server at")
-    asked = held.signal(number)
+    held.signal(number)
     assert held.end() == 128 + number, held.output
-    assert time.monotonic() - asked < 8
+    assert "goes on without it" not in held.output and "step 1/" not in held.output
     assert held.run.state == "killed" and not list(held.root.rglob("*.aside"))
 
 

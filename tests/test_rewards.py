@@ -756,3 +756,17 @@ def test_strange_responses_reach_the_artifact_with_their_token_ids_untouched(tmp
 
     assert back["response_text"].to_pylist() == ["\\ud800 half", *STRANGE[1:]]
     assert back["response_ids"].to_pylist() == ids
+
+
+def test_a_function_that_prints_without_end_neither_floods_nor_fails(tmp_path, capfd):
+    (tmp_path / "loud.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    print('x' * 1_000_000)\n"
+        "    return 1.0\n"
+    )
+    cfg = RunConfig(custom_reward_function={"path": str(tmp_path / "loud.py")})
+    rows = [RewardRow(f"s{i}", "d", "p", "r", "a") for i in range(8)]
+    assert [verdict.score for verdict in score(rows, cfg)] == [1.0] * 8
+    printed = capfd.readouterr().err
+    assert 10_000 < len(printed) < 100_000
+    assert "the rest is not shown" in printed

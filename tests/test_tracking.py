@@ -236,6 +236,66 @@ def test_the_run_of_a_process_that_died_is_closed_as_killed(tmp_path: Path, trac
     assert info.status == "KILLED" and info.end_time is not None
 
 
+def test_a_run_whose_process_died_is_closed_as_killed_before_it_goes_on(
+    tmp_path: Path, tracked: tuple[Path, str, str]
+) -> None:
+    uri, said = tracked[1], []
+    run = new_run(tmp_path)
+    with Tracker(run, config(tmp_path, uri=uri)) as tracker:
+        tracker.start({}, [], {})
+        finish_step(run, 1)
+        tracker.step_finished(1)
+        wait_until(lambda: any("step" in line for line in read_json_lines(run.root / "tracking.jsonl")))
+    run.__exit__()
+    died_ms = round(1000 * datetime.fromisoformat(run.step(1).record["finished_at"]).timestamp())  # type: ignore[index]
+    again = RunWriter(run.root)
+    with Tracker(again, config(tmp_path, uri=uri), say=said.append) as tracker:
+        assert "died without a word" in said[0] and said[0].endswith("after step 1: it counts as killed")
+        again.append("opened", state="running")
+        tracker.start({}, [], {})
+        finish_step(again, 2)
+        tracker.step_finished(2)
+        close(again, "finished")
+        delivery = tracker.finish("finished")
+    [ended] = [line for line in read_json_lines(run.root / "tracking.jsonl") if "ended_ms" in line]
+    assert (ended["closed"], ended["ended_ms"]) == ("KILLED", died_ms)
+    found = client_of(uri).get_run(delivery.mlflow_run_id)
+    assert found.info.status == "FINISHED" and found.info.end_time > died_ms
+    assert datetime.fromisoformat(found.data.tags["grpoflow.last_killed_at"]).timestamp() == died_ms / 1000
+    assert history(uri, delivery.mlflow_run_id or "") == [(1, 0.1), (2, 0.2)]
+
+
+def test_a_lineage_is_a_run_of_its_own_and_the_one_that_was_left_is_closed(
+    tmp_path: Path, tracked: tuple[Path, str, str]
+) -> None:
+    uri = tracked[1]
+    run = new_run(tmp_path)
+    with Tracker(run, config(tmp_path, uri=uri)) as tracker:
+        tracker.start({}, [], {})
+        for index in (1, 2):
+            finish_step(run, index)
+            tracker.step_finished(index)
+        wait_until(lambda: any(line.get("step") == 2 for line in read_json_lines(run.root / "tracking.jsonl")))
+    run.__exit__()
+    again = RunWriter(run.root)
+    again.open_lineage(2, None, {}, {})
+    with Tracker(again, config(tmp_path, uri=uri), say=lambda _: None) as tracker:
+        again.append("opened", state="running")
+        tracker.start({}, [], {})
+        finish_step(again, 2, **{"critic/score/mean": 0.9})
+        tracker.step_finished(2)
+        close(again, "finished")
+        delivery = tracker.finish("finished")
+    client = client_of(uri)
+    ours = f"tags.`grpoflow.folder` = '{run.root}'"
+    experiment = client.get_experiment_by_name("arithmetic").experiment_id
+    by_lineage = {found.data.tags["grpoflow.lineage"]: found.info for found in client.search_runs([experiment], ours)}
+    assert {lineage: info.status for lineage, info in by_lineage.items()} == {"1": "KILLED", "2": "FINISHED"}
+    assert by_lineage["1"].end_time <= by_lineage["2"].end_time
+    assert history(uri, by_lineage["1"].run_id) == [(1, 0.1), (2, 0.2)]
+    assert history(uri, delivery.mlflow_run_id or "") == [(1, 0.1), (2, 0.9)]
+
+
 def test_a_run_without_tracking_sends_nothing(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     cfg = config(tmp_path).model_copy(update={"tracking": TrackingConfig(enabled=False)})

@@ -1,12 +1,16 @@
 """Whole runs of the variants that change a step's stages: baselines, dynamic sampling, rollout correction, shaping."""
 
+import json
+
 import numpy as np
 import pytest
 from runs import digest, run, tokens
 
 from storage import Ragged
 from tasks.algorithms.advantages import row_of_token
+from tasks.log_prob import read_sequences
 from tasks.stage import StageError
+from tasks.update import read_signals
 
 SMALL = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
 ONE_STEP = "trainer.total_training_steps=1"
@@ -80,7 +84,8 @@ def test_weights_of_rollout_correction_reach_the_loss(tiny_run):
 
 
 def test_when_all_weights_are_zero_the_update_is_skipped_and_counted(tiny_run):
-    band = [f"{CORRECTION}.rollout_is=sequence", f"{CORRECTION}.rollout_is_threshold=2_3"]
+    # Weights are held at a bound that float32 takes for 0.
+    band = [f"{CORRECTION}.rollout_is=sequence", f"{CORRECTION}.rollout_is_threshold=1e-50"]
     the_run, _ = run(tiny_run(*band, f"{CORRECTION}.rollout_is_batch_normalize=true"))
     rows = the_run.step(1).table("updates").to_pylist()
     assert [row["skipped"] for row in rows] == ["all importance weights are 0"] * 2
@@ -89,7 +94,8 @@ def test_when_all_weights_are_zero_the_update_is_skipped_and_counted(tiny_run):
 
 
 def test_when_all_tokens_are_rejected_the_update_is_skipped_and_counted(tiny_run):
-    rules = [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2_3"]
+    # Engine and policy differ by rounding in at least one token of every sequence.
+    rules = [f"{CORRECTION}.rollout_rs=seq_veto_k1", f"{CORRECTION}.rollout_rs_threshold={1 - 1e-12}_{1 + 1e-12}"]
     the_run, _ = run(tiny_run(*rules))
     view = the_run.step(1)
     assert not column(view, "advantages", "loss_mask").values.any()
@@ -165,7 +171,7 @@ def test_a_step_that_cannot_be_filled_stops_and_says_what_it_found(tiny_run, tmp
         run(cfg)
     cfg = tiny_run(*FILTER)
     (tmp_path / "reward.py").write_text(ALWAYS_RIGHT)
-    with pytest.raises(StageError, match="a whole pass over the training prompts"):
+    with pytest.raises(StageError, match=r"=0, which is one pass over the 16 training prompts\).* above 4, raise"):
         run(cfg)
 
 
@@ -192,12 +198,110 @@ def test_groups_are_filtered_by_a_value_that_the_function_returned(tiny_run, tmp
     cfg = tiny_run(*FILTER, "algorithm.filter_groups.metric=nope", ONE_STEP, "trainer.default_local_dir=null")
     (tmp_path / "reward.py").write_text(accuracy)
     with pytest.raises(
-        StageError, match=r"returned a number of that name\. There are score, reward, acc, compute_score"
+        StageError, match=r"of that name for any of 40 samples\. There are score, reward, acc, compute_score"
     ):
         run(cfg)
 
 
+def test_a_value_that_one_call_lacks_is_no_verdict_there(tiny_run, tmp_path):
+    cfg = tiny_run(
+        *FILTER,
+        "algorithm.filter_groups.metric=acc",
+        "algorithm.filter_groups.max_num_gen_batches=40",
+        "data.gen_batch_size=1",
+        "data.train_batch_size=2",
+        "data.shuffle=false",
+        ONE_STEP,
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    )
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    score = float(ord((solution_str or 'a')[0]) % 2)\n"
+        "    return {'score': score, 'acc': score} if int(ground_truth) % 2 else score\n"
+    )
+    the_run, _ = run(cfg)
+    view = the_run.step(1)
+    prompts = view.table("prompts").to_pylist()
+    assert all(int(json.loads(row["ground_truth"])) % 2 for row in prompts)
+    assert "acc" not in view.table("rewards-01")["extra"].to_pylist()[0]
+
+
+def test_a_call_without_rows_of_a_configured_function_is_no_mistake(tiny_run, tmp_path):
+    functions = f"reward.functions=[{{name: '{tmp_path}/two.py:maths'}}, {{name: '{tmp_path}/two.py:prose'}}]"
+    cfg = tiny_run(
+        *FILTER,
+        "custom_reward_function.path=null",
+        functions,
+        "algorithm.filter_groups.metric=maths",
+        "data.gen_batch_size=4",
+        "data.train_batch_size=4",
+        "data.shuffle=false",
+        ONE_STEP,
+    )
+    even = "float(ord((solution_str or 'a')[0]) % 2)"
+    (tmp_path / "two.py").write_text(
+        f"def maths(solution_str, ground_truth):\n    return {even} if int(ground_truth) >= 4 else None\n"
+        f"def prose(solution_str, ground_truth):\n    return {even} if int(ground_truth) < 4 else None\n"
+    )
+    the_run, _ = run(cfg)
+    prompts = the_run.step(1).table("prompts").to_pylist()
+    assert len(prompts) == 4
+    assert all(int(json.loads(row["ground_truth"])) >= 4 for row in prompts)
+
+
+def test_without_a_limit_a_step_draws_as_many_prompts_as_there_are(tiny_run, tmp_path):
+    cfg = tiny_run(*FILTER, "data.gen_batch_size=11")
+    (tmp_path / "reward.py").write_text(ALWAYS_RIGHT)
+    with pytest.raises(StageError, match=r"2 generate calls .* out of 22"):
+        run(cfg)
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_a_reward_that_float32_cannot_hold_stops_the_step_by_its_name(tiny_run, tmp_path):
+    cfg = tiny_run("reward.scale=1e20", ONE_STEP)
+    (tmp_path / "reward.py").write_text(ALWAYS_RIGHT.replace("1.0", "1e15"))
+    with pytest.raises(
+        StageError, match=r"the reward of sample 000001-0000-000 is 1e\+35 \(its score 1e\+15\).*32 of 32"
+    ):
+        run(cfg)
+
+
+def test_maxrl_stops_at_rewards_below_zero(tiny_run, tmp_path):
+    cfg = tiny_run("algorithm.adv_estimator=maxrl", ONE_STEP)
+    (tmp_path / "reward.py").write_text(ALWAYS_RIGHT.replace("1.0", "-1.0"))
+    with pytest.raises(StageError, match=r"step 1: algorithm\.adv_estimator=maxrl .*reward\.clip_low=0"):
+        run(cfg)
+
+
 # ------------------------------------------------------------------------------------------------- shaping and masking
+
+
+def test_the_update_knows_which_responses_are_out_of_the_loss_whatever_was_rejected(tiny_run, tmp_path):
+    cfg = tiny_run(
+        "actor_rollout_ref.actor.mask_truncated_responses=true",
+        "data.max_response_length=40",
+        ONE_STEP,
+        f"{CORRECTION}.rollout_rs=seq_veto_k1",
+        f"{CORRECTION}.rollout_rs_threshold={1 - 1e-12}_{1 + 1e-12}",
+    )
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    first = ord((solution_str or 'a')[0])\n"
+        "    return None if first % 5 == 0 else float(first % 2)\n"
+    )
+    the_run, _ = run(cfg)
+    view = the_run.step(1)
+    names = ("prompts", "rollouts", "old_log_probs", "ref_log_probs", "advantages")
+    prompts, rollouts, old, ref, advantages = (view.artifact(name) for name in names)
+    sequences, table = read_sequences(prompts, rollouts)
+    in_loss = read_signals(table, sequences.group, old, ref, advantages, True).in_loss
+    cut = np.asarray([reason == "length" for reason in view.table("rollouts")["finish_reason"].to_pylist()])
+    silent = np.asarray([score is None for score in view.table("rewards")["score"].to_pylist()])
+    assert in_loss.tolist() == (~cut & ~silent).tolist()
+    assert 0 < in_loss.sum() < 32
+    assert not column(view, "advantages", "loss_mask").values.any()
 
 
 def test_responses_cut_by_length_stay_out_of_the_loss_on_request(tiny_run):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -290,11 +291,20 @@ def maxrl(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6
     """Centre on the group's mean and divide by that mean, so that rare success weighs more (MaxRL, arXiv
     2602.02710): (r - mean) / (mean + epsilon).
 
-    Meant for scores of 0 and above; the divisor keeps its sign and is no smaller than epsilon.
+    Raises:
+        ValueError: an outcome lies below 0. A group's mean may then be negative, and dividing by it would make worse
+            responses more likely; near 0 it would have no bound.
     """
-    groups = group_statistics(inputs.outcome, inputs.group)
-    mean = np.where(groups.verdicts >= 2, groups.mean + epsilon, 1.0)
-    divisor = np.copysign(np.maximum(np.abs(mean), epsilon), mean)
+    outcome = inputs.outcome
+    if below := int((outcome < 0).sum()):
+        raise ValueError(
+            f"algorithm.adv_estimator=maxrl divides by the mean reward of a group, and {below} of {len(outcome)} "
+            f"rewards lie below 0, the lowest at {np.nanmin(outcome):g}: it would teach the worse responses of a group "
+            "whose mean is negative. Set reward.clip_low=0, use reward functions of 0 and above without KL in the "
+            "reward, or another estimator."
+        )
+    groups = group_statistics(outcome, inputs.group)
+    divisor = np.where(groups.verdicts >= 2, groups.mean + epsilon, 1.0)
     return _same_for_every_token(inputs, groups, groups.centred / divisor)
 
 
@@ -327,14 +337,17 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInput, cfg: AlgorithmConfig) -
 def remax(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     """Subtract the score of the greedy response to the same prompt (ReMax, arXiv 2310.10505).
 
-    A sample whose greedy response has no verdict gets 0.
+    A sample whose greedy response has no verdict gets 0, and so does a token whose return equals that score but for
+    rounding.
     """
     assert inputs.greedy_score is not None, "remax needs greedy_score"
     groups = group_statistics(inputs.outcome, inputs.group)
     returns = rewards_to_go(_token_rewards(inputs), inputs.mask)
     judged = ~np.isnan(inputs.outcome) & ~np.isnan(inputs.greedy_score)
     baseline = np.nan_to_num(inputs.greedy_score)[row_of_token(inputs.mask)]
-    advantages = np.where(broadcast(judged, inputs.mask), returns - baseline, 0.0)
+    differ = np.abs(returns - baseline) > EQUAL_WITHIN * np.abs(baseline)
+    counted = inputs.mask.values & judged[row_of_token(inputs.mask)] & differ
+    advantages = np.where(counted, returns - baseline, 0.0)
     return _result(inputs, groups, advantages, returns)
 
 
@@ -343,7 +356,8 @@ def gdpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6)
     """Normalise each reward function within the group, add them up, whiten over the step (GDPO, arXiv 2601.05242).
 
     `algorithm.gdpo_reward_keys` chooses the functions, all by default, and `algorithm.gdpo_reward_weights` weighs them.
-    A function without a value for a sample adds 0 to it and leaves it out of its statistics.
+    A function without a value for a sample adds 0 to it and leaves it out of its statistics, and so does one that
+    scored no sample of the step.
     """
     groups = group_statistics(inputs.outcome, inputs.group)
     tokens = broadcast(_normalised_parts(inputs, cfg, epsilon), inputs.mask)
@@ -355,20 +369,17 @@ def _normalised_parts(inputs: AdvantageInput, cfg: AlgorithmConfig, epsilon: flo
     """[N] weighted sum of the reward functions, each normalised within the group.
 
     Raises:
-        ValueError: `gdpo_reward_keys` names an unknown function, or `gdpo_reward_weights` does not weigh each of them.
+        ValueError: `gdpo_reward_weights` does not weigh each function.
     """
     names = cfg.gdpo_reward_keys or tuple(inputs.reward_parts)
-    if missing := [name for name in names if name not in inputs.reward_parts]:
-        raise ValueError(
-            f"algorithm.gdpo_reward_keys names {', '.join(missing)}, but the reward functions are "
-            f"{', '.join(inputs.reward_parts)}"
-        )
     weights = cfg.gdpo_reward_weights or (1.0,) * len(names)
     if len(weights) != len(names):
         raise ValueError(f"algorithm.gdpo_reward_weights has {len(weights)} weights for the {len(names)} rewards")
     total = np.zeros(len(inputs.group))
+    silent = np.full(len(total), np.nan)
     for name, weight in zip(names, weights, strict=True):
-        part = group_statistics(np.where(np.isnan(inputs.outcome), np.nan, inputs.reward_parts[name]), inputs.group)
+        score = np.where(np.isnan(inputs.outcome), np.nan, inputs.reward_parts.get(name, silent))
+        part = group_statistics(score, inputs.group)
         total += weight * part.centred / (part.scale + epsilon)
     return total
 
@@ -496,16 +507,21 @@ def discounted_returns(rewards: np.ndarray, mask: Ragged, gamma: float) -> np.nd
 
 
 def rewards_to_go(rewards: np.ndarray, mask: Ragged) -> np.ndarray:
-    """[tokens] float64 reward of each token's place and of the sampled tokens after it, outside the mask too."""
-    sampled = np.where(mask.values, rewards, 0.0)
-    total = row_sums(mask, sampled)[row_of_token(mask)]
-    return total - _running_sums(sampled, mask) + sampled
+    """[tokens] float64 reward of each token's place and of the sampled tokens after it, outside the mask too.
+
+    Summed from the end, row by row: a reward at the last token is the return of all tokens exactly, and no other row's
+    rewards round it.
+    """
+    backwards = Ragged(np.where(mask.values, rewards, 0.0)[::-1], len(rewards) - mask.offsets[::-1])
+    return _running_sums(backwards.values, backwards)[::-1]
 
 
 def _running_sums(values: np.ndarray, rows: Ragged) -> np.ndarray:
-    """[tokens] sum of each value and those before it in its row."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    return total[1:] - total[rows.offsets[:-1]][row_of_token(rows)]
+    """[tokens] float64 sum of each value and those before it in its row."""
+    sums = np.empty(len(values))
+    for start, end in pairwise(rows.offsets.tolist()):
+        np.cumsum(values[start:end], out=sums[start:end])
+    return sums
 
 
 def _comparable_tokens(inputs: AdvantageInput, groups: Groups) -> np.ndarray:

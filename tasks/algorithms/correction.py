@@ -282,7 +282,7 @@ def gap_metrics(rollout: Ragged, train: Ragged, mask: Ragged) -> dict[str, float
     with np.errstate(over="ignore"):
         return {
             "kl": rows.mean(-log_ratio),
-            "k3_kl": rows.mean(np.exp(log_ratio) - log_ratio - 1),
+            "k3_kl": rows.mean(np.exp(held) - 1 - held),
             "training_ppl": float(np.exp(log_ppl).mean()),
             "training_log_ppl": float(log_ppl.mean()),
             "rollout_ppl": float(np.exp(rollout_log_ppl).mean()),

@@ -50,8 +50,8 @@ class LossBatch:
         entropy: [B, R] of the policy at each token, nats; read by `prepare_mini_batch` where `needs_entropy` says so.
         high_entropy: [B, R] bool, the tokens that alone have a loss, as it chose them; None: all have.
         measured: `rollout_corr/*` of the whole mini-batch, where it was corrected in bypass mode.
-        token: [B, R] int64 number of each token in the step's batch, by which selections break ties, so that they depend
-            on no order of rows and no cut; None: tokens count as they stand here. Read by `prepare_mini_batch`.
+        token: [B, R] int64 number of each token in the step's batch, by which selections break ties, so that they
+            depend on no order of rows and no cut; None: tokens count as they stand here. Read by `prepare_mini_batch`.
         before_rejection: [B, R] bool, the mask with the tokens that rollout correction rejected before: weights are
             averaged over it; None: nothing was rejected before.
     """
@@ -233,8 +233,8 @@ def kl_cov(batch: LossBatch, actor: ActorConfig) -> tuple[torch.Tensor, TokenMet
 
 
 def select_clip_cov(batch: LossBatch, actor: ActorConfig) -> torch.Tensor:
-    """[M, R] bool: up to `clip_cov_ratio` of the tokens, at least one, among those whose covariance lies within the band
-    and which PPO's clip does not hold already (arXiv 2505.22617, Clip-Cov); a share of 0 selects none.
+    """[M, R] bool: up to `clip_cov_ratio` of the tokens, at least one, among those whose covariance lies within the
+    band and which PPO's clip does not hold already (arXiv 2505.22617, Clip-Cov); a share of 0 selects none.
 
     The paper draws them at random. Here the key of each token's number stands in for the draw, so that the choice
     depends on no random state, no order of rows and no cut, and identical siblings are drawn independently.

@@ -167,15 +167,15 @@ def combine(values: np.ndarray | Sequence[float], how: str) -> float:
 def reduce_metrics(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """A step's metrics from their values by mini-batch: the largest or smallest where the name says so, else the mean.
 
-    A name says so by a whole word: `response_length/max`, `max_reward`, `actor/ratio_max`, but not `admin` or
-    `minibatch`. The last such word counts.
+    A name says so by the first or last word of its last part: `response_length/max`, `max_reward`, `actor/ratio_max`,
+    but not `admin`, `minibatch` or `rs_seq_max_k2_masked_fraction`. The last word counts before the first.
     """
     return {name: combine(values, _reduction(name)) for name, values in parts.items()}
 
 
 def _reduction(name: str) -> str:
-    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word in ("max", "min")]
-    return words[-1] if words else "mean"
+    words = re.split(r"[^a-z0-9]+", name.lower().rpartition("/")[2])
+    return next((word for word in (words[-1], words[0]) if word in ("max", "min")), "mean")
 
 
 # ----------------------------------------------------------------------------------------------------------- validation

@@ -7,15 +7,20 @@ from collections.abc import Iterator
 
 from tasks.algorithms.correction_rules import loss_mode, parse_band, parse_rules
 from tasks.algorithms.variants import ESTIMATORS
-from tasks.config import RunConfig
+from tasks.config import MOST_REWARD, RolloutCorrectionConfig, RunConfig
 from tasks.geometry.numbers import Facts, Numbers
 from tasks.geometry.problems import Draft, Rule, Try
-from tasks.geometry.shape_rules import ACTOR, ROLLOUT, SAMPLES, samples_try
+from tasks.geometry.shape_rules import ACTOR, ROLLOUT, SAMPLES, TRAIN_BATCH, samples_try
 
 CORRECTION = "algorithm.rollout_correction"
 FILTER = "algorithm.filter_groups"
-STANDARD_METRICS = ("score", "reward", "seq_reward", "seq_final_reward", "acc")
+STANDARD_METRICS = ("score", "reward", "seq_reward", "seq_final_reward")
 """What `algorithm.filter_groups.metric` may name whatever the reward functions are."""
+RETURNED_VALUES = {"math_dapo": ("acc",)}
+"""Numbers that built-in reward functions return beside their scores."""
+BELOW_ZERO = ("math_dapo", "repetition", "length")
+"""Built-in reward functions whose scores may lie below 0."""
+KL_CTRL = "algorithm.kl_ctrl"
 
 
 def loss_in_force(cfg: RunConfig) -> str:
@@ -109,7 +114,7 @@ def _check_filtered_groups(cfg: RunConfig, numbers: Numbers, facts: Facts) -> It
         yield Draft(
             "FILTER_MOST",
             (key,),
-            f"{key}={most} is no number of generate calls. 0 means no limit.",
+            f"{key}={most} is no number of generate calls. 0 means one pass over the training prompts.",
             f"{most} must be >= 0",
             (Try(key, most, (), (0,)),),
         )
@@ -128,7 +133,10 @@ def _filter_metrics(cfg: RunConfig) -> tuple[str, ...] | None:
     """What groups can be filtered by; None: unknown, for a user's own function may return values of any name."""
     names = reward_names(cfg)
     own = cfg.custom_reward_function.path is not None or any(":" in one.name for one in cfg.reward.functions)
-    return None if names is None or own else tuple(dict.fromkeys((*STANDARD_METRICS, *names)))
+    if names is None or own:
+        return None
+    returned = (value for one in cfg.reward.functions for value in RETURNED_VALUES.get(one.name, ()))
+    return tuple(dict.fromkeys((*STANDARD_METRICS, *returned, *names)))
 
 
 # ------------------------------------------------------------------------------------------------------------ rewards
@@ -166,7 +174,31 @@ def _check_reward_parts(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Itera
             "of them, or leave the key out for all of them.",
             f"{', '.join(unknown)} must be among {', '.join(known or ())}",
         )
+    if keys and len(set(keys)) < len(keys):
+        yield Draft(
+            "GDPO_KEYS_TWICE",
+            (keys_key,),
+            f"{keys_key} names {', '.join(sorted({key for key in keys if keys.count(key) > 1}))} more than once. Name "
+            f"each function once; {weights_key} weighs it.",
+            "no name may be repeated",
+        )
+    if weights and not any(weights):
+        yield Draft(
+            "GDPO_WEIGHTS_ZERO",
+            (weights_key,),
+            f"the weights in {weights_key} are all 0, so every advantage is 0. Give one another value, or leave the "
+            "key out for weights of 1.",
+            "one weight must not be 0",
+        )
     names = keys or known
+    if weights and names is None:
+        yield Draft(
+            "GDPO_WEIGHTS",
+            (weights_key, keys_key),
+            f"{weights_key} weighs functions in order, but each row has the built-in one of its data source, and a "
+            f"step need not have rows of each. Name them in {keys_key}.",
+            f"{weights_key} needs {keys_key} or reward.functions",
+        )
     if weights and names is not None and len(weights) != len(names):
         named = keys_key if keys else "reward functions"
         yield Draft(
@@ -195,6 +227,54 @@ def _check_reward_shaping(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Ite
             "reward.scale=0 makes every reward 0. Leave it out for rewards as they are.",
             "reward.scale must not be 0",
         )
+    if abs(cfg.reward.scale) > MOST_REWARD:
+        yield Draft(
+            "REWARD_SCALE_BEYOND_FLOAT32",
+            ("reward.scale",),
+            f"reward.scale={cfg.reward.scale:g} makes rewards whose differences float32 does not hold. Set it nearer "
+            "to 0: most estimators divide by a deviation, so that the scale of rewards is lost anyway.",
+            f"{abs(cfg.reward.scale):g} must be <= {MOST_REWARD:g}",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------------ KL
+
+
+def _check_kl(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
+    actor, control, in_reward = cfg.actor_rollout_ref.actor, cfg.algorithm.kl_ctrl, cfg.algorithm.use_kl_in_reward
+    weights = (
+        (f"{ACTOR}.kl_loss_coef", actor.kl_loss_coef, actor.use_kl_loss),
+        (f"{KL_CTRL}.kl_coef", control.kl_coef, in_reward),
+        (f"{ACTOR}.policy_loss.ppo_kl_coef", actor.policy_loss.ppo_kl_coef, loss_in_force(cfg) == "kl_cov"),
+    )
+    for key, value, used in weights:
+        if used and value < 0:
+            yield Draft(
+                "KL_WEIGHT",
+                (key,),
+                f"{key}={value:g} rewards the policy for moving away. Set it to 0 or above.",
+                f"{value:g} must be >= 0",
+            )
+    if not in_reward or control.type != "adaptive":
+        return
+    if control.kl_coef == 0:
+        yield Draft(
+            "KL_ADAPTIVE_ZERO",
+            (f"{KL_CTRL}.kl_coef", f"{KL_CTRL}.type"),
+            f"{KL_CTRL}.type=adaptive multiplies the weight after each step, and {KL_CTRL}.kl_coef=0 stays 0. Set "
+            "kl_coef above 0, or algorithm.use_kl_in_reward=false.",
+            f"{KL_CTRL}.kl_coef must be > 0",
+        )
+    sequences, key = numbers.sequences_per_step, f"{KL_CTRL}.horizon"
+    if 5 * control.horizon <= sequences:
+        yield Draft(
+            "KL_HORIZON",
+            (key, TRAIN_BATCH, SAMPLES),
+            f"{KL_CTRL}.type=adaptive multiplies the weight by as little as 1 - 0.2 * {sequences} sequences / "
+            f"{key}={control.horizon} after a step, which is not above 0: KL would then be rewarded.",
+            f"5 * {control.horizon} must be > {sequences}",
+            (Try(key, control.horizon, (), (sequences // 5 + 1,)),),
+        )
 
 
 # ---------------------------------------------------------------------------------------- rollout correction and losses
@@ -210,27 +290,52 @@ def _check_rollout_correction(cfg: RunConfig, numbers: Numbers, facts: Facts) ->
             f"{' and '.join(used)} reads the engine's log-probs, which {key}=false does not keep. Set it to true.",
             "rollout correction needs rollout_log_probs",
         )
-    if correction.rollout_is is not None:
-        try:
-            parse_band(correction.rollout_is_threshold, correction.rollout_is_mode)
-        except ValueError as error:
-            yield Draft(
-                "ROLLOUT_IS_THRESHOLD",
-                (f"{CORRECTION}.rollout_is_threshold",),
-                f"{error}.",
-                "one upper bound above 0, or low_high with 0 < low < high",
+    if correction.rollout_is is not None and (fault := _fault_of_band(correction)) is not None:
+        yield Draft(
+            "ROLLOUT_IS_THRESHOLD",
+            (f"{CORRECTION}.rollout_is_threshold",),
+            f"{fault}.",
+            "one upper bound above 0, or low_high with 0 < low <= 1 <= high",
+        )
+    if correction.rollout_rs is not None and (fault := _fault_of_rules(correction)) is not None:
+        yield Draft(
+            "ROLLOUT_RS",
+            (f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"),
+            f"{fault}.",
+            "rules that there are, and one bound for each or one for all: for k1 low_high with low <= 1 <= high or one "
+            "ratio, for k2 and k3 one in nats",
+        )
+
+
+def _fault_of_band(correction: RolloutCorrectionConfig) -> str | None:
+    """What is wrong with the bounds of importance weights; None: nothing. One bound below 1 that truncates is legal."""
+    try:
+        band = parse_band(correction.rollout_is_threshold, correction.rollout_is_mode)
+    except ValueError as error:
+        return str(error)
+    if (band.low or 0) > 1 or (band.high < 1 and (band.masks or band.low is not None)):
+        effect = "sets to 0" if band.masks else "changes"
+        return (
+            f"{CORRECTION}.rollout_is_threshold={correction.rollout_is_threshold} leaves out 1, the weight where "
+            f"sampler and policy agree, and so {effect} every weight that is as it should be"
+        )
+    return None
+
+
+def _fault_of_rules(correction: RolloutCorrectionConfig) -> str | None:
+    """What is wrong with the rejection rules; None: nothing."""
+    assert correction.rollout_rs is not None
+    try:
+        rules = parse_rules(correction.rollout_rs, correction.rollout_rs_threshold)
+    except ValueError as error:
+        return str(error)
+    for rule in rules:
+        if (rule.low or 0) > 0 or rule.high < 0:
+            return (
+                f"{CORRECTION}.rollout_rs_threshold={correction.rollout_rs_threshold} for {rule.name} leaves out 1, "
+                "the ratio where sampler and policy agree, and so rejects exactly what is as it should be"
             )
-    if correction.rollout_rs is not None:
-        try:
-            parse_rules(correction.rollout_rs, correction.rollout_rs_threshold)
-        except ValueError as error:
-            yield Draft(
-                "ROLLOUT_RS",
-                (f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"),
-                f"{error}.",
-                "rules that there are, and one bound for each or one for all: for k1 low_high or one ratio, for k2 and "
-                "k3 one in nats",
-            )
+    return None
 
 
 def _check_token_baseline(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
@@ -266,6 +371,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     _check_filtered_groups,
     _check_reward_parts,
     _check_reward_shaping,
+    _check_kl,
     _check_rollout_correction,
     _check_token_baseline,
     _check_loss,

@@ -8,12 +8,12 @@ from typing import Literal
 
 from tasks.algorithms.variants import ESTIMATORS, LOSSES, Variant
 from tasks.config import RunConfig
-from tasks.geometry.algorithm_rules import CORRECTION, FILTER, loss_in_force, normalised_one_by_one
+from tasks.geometry.algorithm_rules import CORRECTION, FILTER, KL_CTRL, loss_in_force, normalised_one_by_one
 from tasks.geometry.numbers import Facts, Numbers
 from tasks.geometry.problems import PlanWarning
-from tasks.geometry.shape_rules import ACTOR
+from tasks.geometry.shape_rules import ACTOR, ROLLOUT
 
-KL_CTRL = "algorithm.kl_ctrl"
+ALARMS = "trainer.alarms"
 MANY_REWARDS = "algorithm.multi_objective_aggregation"
 OVERLONG = "reward_model.overlong_buffer"
 
@@ -30,6 +30,11 @@ ON_ONE_DEVICE = {
     "actor_rollout_ref.rollout.load_format": "the transformers engine samples from the policy's own weights",
 }
 """Keys that one device with the transformers engine does not read, and why."""
+
+NOWHERE = {
+    "reward_model.reward_manager": "naive and dapo are the same, and overlong_buffer.enable alone turns the buffer on",
+}
+"""verl's keys that nothing here reads, and why."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,25 @@ SWITCHES = (
         "seq-mean-token-sum-norm reads it",
     ),
     Switch(
+        f"{ACTOR}.policy_loss.loss_mode",
+        (f"{ACTOR}.loss_scale_factor",),
+        lambda cfg: LOSSES[loss_in_force(cfg)].aggregation is None or _aggregates_beside_the_loss(cfg),
+        "the loss has an aggregation of its own, and neither KL nor entropy is added to it",
+    ),
+    Switch(f"{ACTOR}.shuffle", (f"{ACTOR}.data_loader_seed",), lambda cfg: cfg.actor_rollout_ref.actor.shuffle),
+    Switch(
+        f"{ROLLOUT}.calculate_log_probs",
+        (f"{ALARMS}.rollout_probs_diff_mean", f"{ALARMS}.rollout_actor_probs_pearson_corr"),
+        lambda cfg: cfg.actor_rollout_ref.rollout.calculate_log_probs,
+        "there are no log-probs of the engine to compare with",
+    ),
+    Switch(
+        f"{CORRECTION}.bypass_mode",
+        (f"{ALARMS}.rollout_probs_diff_mean", f"{ALARMS}.rollout_actor_probs_pearson_corr"),
+        lambda cfg: not cfg.algorithm.rollout_correction.bypass_mode,
+        "the pass that would measure the gap is skipped",
+    ),
+    Switch(
         f"{ACTOR}.clip_ratio_high",
         (f"{ACTOR}.clip_ratio",),
         lambda cfg: (
@@ -141,7 +165,12 @@ SWITCHES = (
     ),
     Switch(
         f"{CORRECTION}.loss_type",
-        (f"{CORRECTION}.rollout_is",),
+        (
+            f"{CORRECTION}.rollout_is",
+            f"{CORRECTION}.rollout_is_threshold",
+            f"{CORRECTION}.rollout_is_mode",
+            f"{CORRECTION}.rollout_is_batch_normalize",
+        ),
         lambda cfg: (
             not cfg.algorithm.rollout_correction.bypass_mode
             or cfg.algorithm.rollout_correction.loss_type == "reinforce"
@@ -161,13 +190,19 @@ SWITCHES = (
 )
 
 
+def _aggregates_beside_the_loss(cfg: RunConfig) -> bool:
+    """Whether a KL or an entropy is aggregated by `actor.loss_agg_mode`, whatever the policy loss is."""
+    actor = cfg.actor_rollout_ref.actor
+    return actor.use_kl_loss or actor.entropy_coeff != 0
+
+
 _DEFAULTS = RunConfig()
 
 
 def keys_without_effect(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
     """Every setting that differs from its default and that nothing reads; each key once."""
     said: set[str] = set()
-    for warning in (*_unread_by_estimator(cfg), *_unread_by_loss(cfg), *_switched_off(cfg), *_on_one_device(cfg)):
+    for warning in (*_unread_by_estimator(cfg), *_unread_by_loss(cfg), *_switched_off(cfg), *_here(cfg)):
         if said.isdisjoint(warning.keys):
             yield warning
         said.update(warning.keys)
@@ -207,7 +242,10 @@ def _switched_off(cfg: RunConfig) -> Iterator[PlanWarning]:
             yield _no_effect(keys, f"with {switch.by}={_shown(_value(cfg, switch.by))}{why}", switch.level)
 
 
-def _on_one_device(cfg: RunConfig) -> Iterator[PlanWarning]:
+def _here(cfg: RunConfig) -> Iterator[PlanWarning]:
+    for key, why in NOWHERE.items():
+        if _is_set(cfg, key):
+            yield _no_effect([key], f"here: {why}")
     devices = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes
     if devices > 1 or cfg.actor_rollout_ref.rollout.name != "transformers":
         return

@@ -8,6 +8,7 @@ from typing import Literal
 from tasks.algorithms.variants import LOSSES
 from tasks.config import ActorConfig, RunConfig
 from tasks.geometry.algorithm_rules import (
+    BELOW_ZERO,
     CORRECTION,
     FILTER,
     loss_in_force,
@@ -144,9 +145,11 @@ def _of_lengths(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Plan
     buffer = cfg.reward_model.overlong_buffer
     if buffer.enable and cfg.reward_model.reward_manager != "dapo":
         yield PlanWarning(
-            "OVERLONG_BUFFER_UNUSED",
+            "OVERLONG_BUFFER_IN_VERL",
             ("reward_model.overlong_buffer.enable", "reward_model.reward_manager"),
-            "in verl only reward_model.reward_manager=dapo applies the overlong buffer.",
+            "the overlong buffer is applied: here reward_model.overlong_buffer.enable alone decides. verl applies it "
+            "with reward_model.reward_manager=dapo alone, so its rewards of this configuration are others.",
+            "info",
         )
 
 
@@ -200,6 +203,13 @@ WIDEST_SEQUENCE_CLIP = 0.01
 def _of_clipping(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
     actor, loss = cfg.actor_rollout_ref.actor, loss_in_force(cfg)
     low, high, dual = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c"
+    if loss == "dppo_tv" and max(actor.clip_low, actor.clip_high) >= 1:
+        yield PlanWarning(
+            "DPPO_TV_CLIP",
+            (f"{ACTOR}.clip_ratio", low, high),
+            f"dppo_tv bounds a difference of probabilities, which never reaches the clip range "
+            f"{max(actor.clip_low, actor.clip_high):g}: no token is dropped on that side. 0.2 is usual.",
+        )
     if loss not in RATIO_CLIPPED:
         return
     if actor.clip_low > 1:
@@ -224,6 +234,25 @@ def _of_clipping(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Pla
             f"token: a clip range of {widest:g} hardly ever clips. The paper has clip_ratio_low=3e-4 and "
             "clip_ratio_high=4e-4.",
             "info",
+        )
+
+
+def _of_covariance(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    settings, loss, where = cfg.actor_rollout_ref.actor.policy_loss, loss_in_force(cfg), f"{ACTOR}.policy_loss"
+    if loss == "kl_cov" and 0 in (settings.kl_cov_ratio, settings.ppo_kl_coef):
+        off = "kl_cov_ratio" if settings.kl_cov_ratio == 0 else "ppo_kl_coef"
+        yield PlanWarning(
+            "KL_COV_OFF",
+            (f"{where}.{off}", f"{where}.loss_mode"),
+            f"{where}.{off}=0 leaves kl_cov without its penalty: what remains is the ratio times the advantage, which "
+            "nothing clips. Set it above 0, or loss_mode=vanilla.",
+        )
+    if loss == "clip_cov" and settings.clip_cov_ratio == 0:
+        yield PlanWarning(
+            "CLIP_COV_OFF",
+            (f"{where}.clip_cov_ratio", f"{where}.loss_mode"),
+            f"{where}.clip_cov_ratio=0 selects no token: what remains is PPO's clip without the dual clip. Set it "
+            "above 0, or loss_mode=vanilla.",
         )
 
 
@@ -285,6 +314,24 @@ def _of_kl(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarni
         yield PlanWarning(code, (key, f"{ACTOR}.use_unbiased_kl"), f"{key}={actor.kl_loss_type}: {text}", level)
 
 
+def _of_importance_weights(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    correction, key = cfg.algorithm.rollout_correction, f"{CORRECTION}.rollout_is_threshold"
+    text = str(correction.rollout_is_threshold)
+    if correction.rollout_is is None or "_" in text or correction.rollout_is_mode == "mask":
+        return
+    try:
+        bound = float(text)
+    except ValueError:
+        return
+    if 0 < bound < 1:
+        yield PlanWarning(
+            "ROLLOUT_IS_BELOW_ONE",
+            (key,),
+            f"{key}={text} holds every weight of 1, where sampler and policy agree, at {text}, and so scales the "
+            "policy loss as a whole by about that. 2 is usual.",
+        )
+
+
 def _of_bypass_mode(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
     correction = cfg.algorithm.rollout_correction
     if correction.bypass_mode:
@@ -333,6 +380,46 @@ def _of_reward_parts(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator
             f"{by} does not read the weights in reward.functions, here of {', '.join(one.name for one in weighted)}: "
             "they count in the score alone. Its weights are algorithm.gdpo_reward_weights.",
         )
+
+
+def _of_negative_rewards(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
+    reward = cfg.reward
+    if reward.scale < 0:
+        yield PlanWarning(
+            "REWARD_SCALE_NEGATIVE",
+            ("reward.scale",),
+            f"reward.scale={reward.scale:g} turns rewards round: the responses with the lowest scores are learned.",
+        )
+    sources = ways_below_zero(cfg)
+    if cfg.algorithm.adv_estimator == "maxrl" and sources:
+        yield PlanWarning(
+            "MAXRL_BELOW_ZERO",
+            ("algorithm.adv_estimator", *dict.fromkeys(key for key, _ in sources)),
+            "algorithm.adv_estimator=maxrl divides by the mean reward of a group and stops the step at a reward below "
+            f"0, which {', '.join(text for _, text in sources)} can give. Set reward.clip_low=0 "
+            "(it bounds rewards before reward.scale and KL), use other functions, or another estimator.",
+        )
+
+
+def ways_below_zero(cfg: RunConfig) -> list[tuple[str, str]]:
+    """Settings by which a reward may lie below 0, as far as the configuration tells: (key, its value in words)."""
+    reward, stop = cfg.reward, cfg.reward.stop_properly_coef
+    ways = [
+        ("reward.functions", f"the function {one.name}" + (f" of weight {one.weight:g}" if one.weight < 0 else ""))
+        for one in reward.functions
+        if one.name in BELOW_ZERO or one.weight < 0
+    ]
+    if cfg.reward_model.overlong_buffer.enable:
+        ways.append(("reward_model.overlong_buffer.enable", "the overlong buffer"))
+    if stop is not None and stop < 0:
+        ways.append(("reward.stop_properly_coef", f"reward.stop_properly_coef={stop:g}"))
+    if reward.clip_low is not None and reward.clip_low >= 0:
+        ways = []
+    if reward.scale < 0:
+        ways.append(("reward.scale", f"reward.scale={reward.scale:g}"))
+    if cfg.algorithm.use_kl_in_reward:
+        ways.append(("algorithm.use_kl_in_reward", "KL in the reward"))
+    return ways
 
 
 def _of_duration(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[PlanWarning]:
@@ -398,12 +485,15 @@ _LOOKS: tuple[Look, ...] = (
     _of_lengths,
     _of_sampling,
     _of_clipping,
+    _of_covariance,
     _of_aggregation,
     _of_kl,
+    _of_importance_weights,
     _of_bypass_mode,
     _of_off_policy_mask,
     _of_filtered_groups,
     _of_reward_parts,
+    _of_negative_rewards,
     _of_duration,
     _of_cadence,
     keys_without_effect,

@@ -9,6 +9,7 @@ from typing import Any
 
 from storage.durable import sha256_json
 from tasks.config import RewardFunctionConfig, RunConfig
+from tasks.geometry.algorithm_rules import normalised_one_by_one
 from tasks.rewards.calls import RewardError
 from tasks.rewards.sources import source_digest
 
@@ -116,6 +117,24 @@ def check_sources(cfg: RunConfig, data_sources: Iterable[str]) -> None:
     if not configured_functions(cfg):
         for source in sorted(set(data_sources)):
             function_of_source(source)
+
+
+def check_reward_keys(cfg: RunConfig, data_sources: Iterable[str]) -> None:
+    """Refuse `algorithm.gdpo_reward_keys` that name no function of these data sources.
+
+    Raises:
+        RewardError: one names none.
+    """
+    keys, sources = cfg.algorithm.gdpo_reward_keys, set(data_sources)
+    if not keys or not sources or normalised_one_by_one(cfg) is None:
+        return
+    functions = configured_functions(cfg) or [function_of_source(source) for source in sorted(sources)]
+    names = list(dict.fromkeys(function.name for function in functions))
+    if missing := [key for key in keys if key not in names]:
+        raise RewardError(
+            f"algorithm.gdpo_reward_keys names {', '.join(missing)}, but the reward functions of the training data are "
+            f"{', '.join(names)}. Name some of them, or leave the key out for all of them."
+        )
 
 
 def functions_digest(functions: Iterable[RewardFunction]) -> str:

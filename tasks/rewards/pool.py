@@ -19,6 +19,7 @@ from tasks.config import RunConfig
 from tasks.rewards.calls import RewardError
 from tasks.rewards.functions import (
     RewardFunction,
+    check_reward_keys,
     check_sources,
     configured_functions,
     function_of_source,
@@ -48,7 +49,7 @@ class RewardPool:
         Raises:
             RewardError: the configuration names functions that are none.
         """
-        self._limits = cfg.reward
+        self._cfg, self._limits = cfg, cfg.reward
         self._configured = configured_functions(cfg)
         self.code_digest = functions_digest(self._configured)
         self._functions = {function.name: function for function in self._configured}
@@ -77,8 +78,10 @@ class RewardPool:
         """Load every function that the configuration or these data sources need.
 
         Raises:
-            RewardError: one cannot be imported, has neither verl's nor TRL's parameters, or is missing.
+            RewardError: one cannot be imported, has neither verl's nor TRL's parameters, or is missing; or
+                `algorithm.gdpo_reward_keys` names another.
         """
+        check_reward_keys(self._cfg, data_sources)
         with self._in_use():
             for source in [] if self._configured else sorted(set(data_sources)):
                 self._require(function_of_source(source))

@@ -6,7 +6,9 @@ out of their reach. It ends with its parent, even inside a call that never retur
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import json
 import mmap
 import os
@@ -19,8 +21,32 @@ from typing import IO, Any
 
 FLUSH_S = 0.002
 """Outcomes are sent together for this long: a message for every row would cost more than most rules."""
+PRINTED_BYTES = 16_384
+"""What the reward functions of one process may print; the rest is dropped."""
 PROGRESS = struct.Struct("qd")
 """Shared with the parent: which row of the call is being scored, and the clock time at which it was begun."""
+
+
+class _Shown(io.RawIOBase):
+    """Standard error up to a size; no error when nobody reads it."""
+
+    def __init__(self) -> None:
+        self._left = PRINTED_BYTES
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
+
+    def write(self, data: Any) -> int:
+        shown = bytes(data)[: self._left]
+        if self._left and len(data) > len(shown):
+            shown += b"\n(this reward process has printed enough; the rest is not shown)\n"
+        self._left -= min(self._left, len(data))
+        with contextlib.suppress(OSError):
+            os.write(2, shown)
+        return len(data)
 
 
 def main() -> None:
@@ -75,6 +101,8 @@ def _take_over_pipes() -> tuple[IO[bytes], int]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    shown = io.BufferedWriter(_Shown())
+    sys.stdout = sys.stderr = io.TextIOWrapper(shown, errors="replace", line_buffering=True)
     return requests, replies
 
 

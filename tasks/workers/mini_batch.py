@@ -47,8 +47,8 @@ class Signals:
         rollout_is_weights: importance weights of rollout correction; None: all 1.
         group: [N] which prompt each row answers.
         rollout_log_probs: of the sampler, for `off_policy_mask_threshold`; None: there are none.
-        in_loss: [N] bool, false: no token of the row is in the loss, whatever rollout correction says of it. The others'
-            tokens have importance weights though `loss_mask` may leave them out. None: those that `loss_mask` holds.
+        in_loss: [N] bool, false: no token of the row is in the loss, for another reason than that rollout correction
+            rejected it. None: nothing was rejected.
     """
 
     advantages: Ragged
