@@ -83,25 +83,38 @@ def seen_checkpoints(run: Run) -> Callable[[Checkpoint], bool]:
 
 
 def replay(run: RunWriter, worker: PolicyWorker, index: int) -> None:
-    """Make one stored update again."""
-    view = run.step(index)
-    found = {stage: view.artifact(stage) for stage in ("prompts", "rollouts", "old_log_probs", "advantages", "updates")}
-    missing = [stage for stage, artifact in found.items() if artifact is None]
-    if missing:
+    """Make one stored update again.
+
+    Raises:
+        StorageError: its batch is damaged or missing; with the way out.
+    """
+    try:
+        _replay(run, worker, index)
+    except StorageError as error:
         raise StorageError(
-            f"step {index} of {run.root} is finished but has no {', '.join(missing)}: policy {index} cannot be rebuilt "
-            "from it. Restore the missing folder, or a checkpoint of this step or a later one."
-        )
-    inputs: dict[str, Artifact] = {stage: artifact for stage, artifact in found.items() if artifact is not None}
+            f"policy {index} cannot be rebuilt from step {index}: {str(error).rstrip('.')}. Restore it from a copy, or "
+            f"make the step anew: grpoflow resume {run.root} --from-step {index}"
+        ) from error
+
+
+def _replay(run: RunWriter, worker: PolicyWorker, index: int) -> None:
+    view = run.step(index)
     lineage = run.lineage_of(index)
     cfg = config_of(run, lineage)
+    needed = ["prompts", "rollouts", "old_log_probs", "advantages", "updates"]
+    needed += ["ref_log_probs"] if cfg.actor_rollout_ref.actor.use_kl_loss else []
+    found = {stage: view.artifact(stage) for stage in needed}
+    missing = [stage for stage, artifact in found.items() if artifact is None]
+    if missing:
+        raise StorageError(f"step {index} of {run.root} is finished but has no {', '.join(missing)}")
+    inputs: dict[str, Artifact] = {stage: artifact for stage, artifact in found.items() if artifact is not None}
     worker.follow(cfg, total_steps=planned_steps(run, lineage))
     update(
         Step(index, run, cfg),
         inputs["prompts"],
         inputs["rollouts"],
         inputs["old_log_probs"],
-        view.artifact("ref_log_probs") if cfg.actor_rollout_ref.actor.use_kl_loss else None,
+        inputs.get("ref_log_probs"),
         inputs["advantages"],
         worker,
         recorded=inputs["updates"],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flows.config import to_yaml
 from flows.config_layers import read_yaml
 from storage import Run, RunWriter, StorageError, open_run
-from storage.durable import sha256_json
+from storage.durable import sha256_file, sha256_json
 from tasks.config import RunConfig
 from tasks.stage import code_digest
 
@@ -103,6 +103,10 @@ def config_of(run: Run, lineage: int) -> RunConfig:
     values = run.lineages[lineage].config
     path = run.root / "config.yaml"
     try:
+        if values is None:
+            begun = run.identity.get("documents", {}).get(path.name)
+            if begun is not None and sha256_file(path) != begun:
+                raise ValueError("it is damaged: it is not what the run was begun with. Restore it from a copy")
         return RunConfig.model_validate(read_yaml(path) if values is None else values)
     except (OSError, ValueError) as error:
         raise StorageError(f"{path} cannot be read, so the run cannot go on: {error}") from error
@@ -250,7 +254,13 @@ def keep_inputs(
         run.append("reward_functions", digest=reward_functions)
     begun = path if path.exists() else run.root / "inputs.json"
     if begun.exists():
-        before = json.loads(begun.read_text())["digests"]
+        try:
+            before = dict(json.loads(begun.read_text())["digests"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(
+                f"{begun} is damaged ({error!r}). Restore it from a copy; or remove it, and the data and the model of "
+                "today are taken for those that the run was begun with."
+            ) from error
         if begun != path:
             before["data.train_files"] = now["data.train_files"]
         changed = [f"- {key}: {before[key][:12]} then, {now[key][:12]} now" for key in now if before[key] != now[key]]

@@ -8,13 +8,20 @@ made from the same things is not run again.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from storage import Artifact
+import psutil
+import pyarrow as pa
+
+from storage import Artifact, StorageError
 from storage.artifacts import read_manifest
+from storage.durable import no_space
+from storage.ledger import StepView
 from storage.schema import without_round
 from tasks.advantage import advantage
 from tasks.algorithms.sample_metrics import throughput_metrics, timing_metrics
@@ -60,6 +67,7 @@ class Stages(Protocol):
 def train_step(step: Step, workers: Workers, stages: Stages) -> dict[str, Artifact]:
     """Run one step, from policy k - 1 to policy k, and return its artifacts by name."""
     started = time.perf_counter()
+    require_room(step)
     before = step.run.step(step.index - 1) if step.index > 1 else None
     made: list[Artifact] = []
 
@@ -97,6 +105,36 @@ def train_step(step: Step, workers: Workers, stages: Stages) -> dict[str, Artifa
     return artifacts
 
 
+def require_room(step: Step) -> None:
+    """Refuse to begin a step whose artifacts the disk has no room for: the samples would be lost.
+
+    The measure is what the step before took; of the first step, its token columns at full length.
+
+    Raises:
+        StorageError: with bytes needed and free.
+    """
+    cfg = step.cfg
+    before = _bytes_of(step.run.step(step.index - 1)) if step.index > 1 else 0
+    tokens = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n * cfg.response_length
+    needed = (before or tokens * BYTES_PER_TOKEN) - _bytes_of(step.run.step(step.index))
+    if needed > shutil.disk_usage(step.run.root).free:
+        raise StorageError(no_space(step.run.root, f"step {step.index}", needed))
+
+
+BYTES_PER_TOKEN = 32
+"""About what the token columns of a step's artifacts take together."""
+
+
+def _bytes_of(view: StepView) -> int:
+    """Bytes of a step's artifacts; damaged ones are not counted."""
+    size = 0
+    for stage in view.stages():
+        with suppress(StorageError):
+            manifest = view.manifest(stage)
+            size += manifest.bytes if manifest else 0
+    return size
+
+
 def _calls_with_signal(step: Step, workers: Workers, stages: Stages, drawn: int) -> list[Call]:
     """Generate and score until `data.train_batch_size` groups carry a signal (dynamic sampling).
 
@@ -130,6 +168,10 @@ def validate_policy(step: Step, workers: Workers, stages: Stages) -> dict[str, A
     artifacts: dict[str, Artifact] = {}
     metrics = _validate(step, workers, stages, artifacts)
     before = step.run.step(step.index).record or {}
+    known = before.get("artifacts", {})
+    if all(known.get(stage) == artifact.digest for stage, artifact in artifacts.items()):
+        # It was validated before, from the same things: its numbers stand, and MLflow may have them.
+        return artifacts
     trained = before.get("metrics", {"training/global_step": float(step.index)})
     _finish(step, artifacts, {**trained, **metrics}, before.get("artifacts", {}))
     return artifacts
@@ -195,4 +237,6 @@ def step_metrics(step: Step, artifacts: dict[str, Artifact], seconds: float) -> 
     devices = step.cfg.trainer.n_gpus_per_node * step.cfg.trainer.nnodes
     metrics.update(timing_metrics({**timers, "step": seconds}, worked))
     metrics.update(throughput_metrics(tokens, seconds, devices))
+    metrics["memory/resident_bytes"] = float(psutil.Process().memory_info().rss)
+    metrics["memory/arrow_bytes"] = float(pa.total_allocated_bytes())
     return metrics

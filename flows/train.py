@@ -37,7 +37,7 @@ from flows.stale import in_sentences, stale_reasons
 from flows.step import Stages, Workers, train_step, validate_policy
 from flows.support import refuse_unbuilt
 from flows.tracking import Tracker
-from storage import RunWriter
+from storage import RunWriter, StorageError
 from storage.checkpoints import prune_checkpoints, save_checkpoint
 from tasks.advantage import kl_coef
 from tasks.config import RunConfig
@@ -179,7 +179,11 @@ def state_is_kept(run: RunWriter, tracker: Tracker, say: Callable[[str], None]) 
         state, reason = "failed", f"{type(error).__name__}: {error}"
         raise
     finally:
-        run.append("closed", state=state, reason=reason)
+        try:
+            run.append("closed", state=state, reason=reason)
+        except (OSError, StorageError) as error:
+            # What ended the run is what has to be told; without this line it counts as crashed.
+            say(f"the end of the run could not be written down: {error}")
         tracker.finish(state)
         if state != "finished":
             say(f"{state}; go on with: grpoflow resume {_short(run.root)}")
@@ -269,6 +273,9 @@ class Loop:
         with self.progress.live():
             done = recover(self.run, self.cfg, self.workers.policy, self.progress.say, total_steps=self.total)
             self._tell_open_step(done + 1)
+            if done and not self.cfg.trainer.val_only and self._is_due(done, self.cfg.trainer.save_freq):
+                # A kill can come between the step and its checkpoint.
+                self._save(done)
             if self.workers.val and (self.cfg.trainer.val_only or (self.cfg.trainer.val_before_train and not done)):
                 self._run(validate_policy, self._step(done), f"validate-{done:06d}")
                 self._report(done, outcome)
@@ -338,10 +345,18 @@ class Loop:
 
     def _save(self, index: int) -> None:
         """Save a checkpoint, unless it is there and intact, and only then let go of the oldest."""
-        policy = self.workers.policy
         newest = newest_checkpoint(self.run, index, self.progress.say)
-        if newest is not None and newest.step == index:
-            return
+        saved = newest is None or newest.step != index
+        if saved:
+            self._write_checkpoint(index)
+        keep, seen = self.cfg.trainer.max_actor_ckpt_to_keep, seen_checkpoints(self.run)
+        removed = prune_checkpoints(self.run.root, keep, seen=seen)
+        if saved or removed:
+            self.run.append("checkpoint", step=index, removed=removed)
+            self.retainer.after_checkpoint(index)
+
+    def _write_checkpoint(self, index: int) -> None:
+        policy = self.workers.policy
         about = {
             "run_id": self.run.run_id,
             "policy_version": index,
@@ -357,10 +372,6 @@ class Loop:
             about=about,
             lineage=self.run.lineage,
         )
-        keep, seen = self.cfg.trainer.max_actor_ckpt_to_keep, seen_checkpoints(self.run)
-        removed = prune_checkpoints(self.run.root, keep, seen=seen)
-        self.run.append("checkpoint", step=index, removed=removed)
-        self.retainer.after_checkpoint(index)
 
 
 def print_outcome(outcome: Outcome, console: Console) -> None:

@@ -92,6 +92,8 @@ class Manifest(BaseModel):
     """Rows, tokens and bytes of this stage."""
     notes: dict[str, Any]
     """What a reader of the columns must know, such as the temperature of log-probs."""
+    checksum: str | None = None
+    """SHA-256 of all the rest as JSON; null: not written down."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,8 @@ def commit_parts(
         shapes={"rows": rows, "bytes": size, **(shapes or {})},
         notes=dict(notes or {}),
     )
-    write_json(folder / MANIFEST, manifest.model_dump(mode="json"))
+    values = manifest.model_dump(mode="json", exclude={"checksum"})
+    write_json(folder / MANIFEST, {**values, "checksum": sha256_json(values)})
     sync_folder(folder.parent)
     return reference(folder, manifest)
 
@@ -215,14 +218,19 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        values = json.loads(path.read_bytes())
+        manifest = Manifest.model_validate(values)
     except ValidationError as error:
         raise StorageError(f"{path} is no valid manifest: {error.errors()[0]['msg']}") from error
+    except ValueError as error:
+        raise StorageError(f"{path} is no valid manifest: {error}") from error
     if manifest.format_version > FORMAT_VERSION:
         raise StorageError(
             f"{path} has format {manifest.format_version}, newer than this version's {FORMAT_VERSION}. "
             "Upgrade grpoflow."
         )
+    if values.pop("checksum", None) not in (None, sha256_json(values)):
+        raise StorageError(f"{path} has changed since it was committed: its checksum is not that of the rest")
     if manifest.digest != _content_digest(manifest.schema_id, manifest.parts):
         raise StorageError(f"{path} contradicts itself: its digest is not that of its parts")
     return manifest

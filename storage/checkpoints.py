@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from storage.artifacts import MANIFEST
-from storage.durable import StorageError, all_or_nothing, no_space, sha256_file, sync_file, sync_folder, write_json
+from storage.durable import (
+    StorageError,
+    all_or_nothing,
+    no_space,
+    sha256_file,
+    sha256_json,
+    sync_file,
+    sync_folder,
+    write_json,
+)
 from storage.schema import FORMAT_VERSION
 
 Say = Callable[[str], None]
@@ -92,7 +101,7 @@ def save_checkpoint(
         write(aside)
         files = {path.name: _synced(path) for path in sorted(aside.iterdir())}
         manifest = {**about, "format_version": FORMAT_VERSION, "step": step, "lineage": lineage, "files": files}
-        write_json(aside / MANIFEST, manifest)
+        write_json(aside / MANIFEST, {**manifest, "checksum": sha256_json(manifest)})
         _require_files(files, aside)
         _put_in_place(aside, folder)
     return Checkpoint(step, lineage, folder, manifest)
@@ -173,6 +182,7 @@ def _read(folder: Path) -> Checkpoint:
         raise StorageError(f"{folder} has no {MANIFEST}, so it was never committed")
     try:
         manifest = json.loads(path.read_bytes())
+        checksum = manifest.pop("checksum", None)
         version, step = int(manifest["format_version"]), int(manifest["step"])
         lineage = int(manifest.get("lineage", 1))
         _require_files(manifest["files"], folder)
@@ -183,6 +193,8 @@ def _read(folder: Path) -> Checkpoint:
         raise StorageError(f"{path} has format {version}, newer than this version's {FORMAT_VERSION}. Upgrade grpoflow")
     if not named or (int(named[1]), int(named[2] or 1)) != (step, lineage):
         raise StorageError(f"{path} is of step {step} and lineage {lineage}, which its folder's name does not say")
+    if checksum not in (None, sha256_json(manifest)):
+        raise StorageError(f"{path} has changed since it was committed: its checksum is not that of the rest")
     return Checkpoint(step, lineage, folder, manifest)
 
 

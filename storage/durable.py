@@ -107,6 +107,17 @@ def all_or_nothing(folder: Path, what: str) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def full_disk_told(folder: Path, what: str) -> Iterator[None]:
+    """Within the block a full disk is a StorageError that says where and what for."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(no_space(folder, what)) from error
+        raise
+
+
 def no_space(folder: Path, what: str, needed_bytes: int | None = None) -> str:
     """The sentence for a full disk: path, bytes needed, bytes free, ways out."""
     free = shutil.disk_usage(folder if folder.exists() else Path("/")).free

@@ -15,12 +15,14 @@ and nothing of what came after.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache, cached_property
@@ -46,6 +48,7 @@ from storage.durable import (
     StorageError,
     all_or_nothing,
     append_json_line,
+    full_disk_told,
     read_json_lines,
     sync_file,
     sync_folder,
@@ -321,9 +324,10 @@ class RunWriter(Run):
             "name": name,
             "format_version": FORMAT_VERSION,
             "created_at": _now(),
+            "documents": {file: hashlib.sha256(text.encode()).hexdigest() for file, text in (documents or {}).items()},
             **({"origin": dict(origin)} if origin else {}),
         }
-        with all_or_nothing(aside, f"run {name}"):
+        with _sole_creator(root), all_or_nothing(aside, f"run {name}"):
             for file, text in (documents or {}).items():
                 (aside / file).write_text(text, encoding="utf-8")
                 sync_file(aside / file)
@@ -343,7 +347,8 @@ class RunWriter(Run):
 
     def append(self, event: str, **values: Any) -> None:
         """Add an event to the ledger."""
-        append_json_line(self.root / "ledger.jsonl", {"event": event, "at": _now(), **values})
+        with full_disk_told(self.root, "the ledger"):
+            append_json_line(self.root / "ledger.jsonl", {"event": event, "at": _now(), **values})
 
     def open_lineage(
         self, step: int, stage: str | None, changes: Mapping[str, Any], config: Mapping[str, Any]
@@ -428,7 +433,8 @@ class RunWriter(Run):
         """Write down a step as a whole; from now on it counts as finished."""
         self.step(step).folder.mkdir(parents=True, exist_ok=True)
         about = {"step": step, "lineage": self.lineage, "finished_at": _now()}
-        write_json(self.record_path(step), {**about, **record})
+        with full_disk_told(self.root, f"the record of step {step}"):
+            write_json(self.record_path(step), {**about, **record})
 
     def quarantine(self, step: int, stage: str, table: pa.Table, reason: str) -> Path:
         """Keep a table that was refused, for inspection, where no reader of the run looks."""
@@ -452,6 +458,19 @@ class RunWriter(Run):
             *self.root.glob("steps/*/*/*/.*.aside"),
         ]:
             path.unlink()
+
+
+@contextmanager
+def _sole_creator(root: Path) -> Iterator[None]:
+    """Let one process at a time make a run in a folder of runs; remove what one that was killed left of this run."""
+    descriptor = os.open(root.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for left in root.parent.glob(f".{root.name}.????????.aside"):
+            shutil.rmtree(left)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def open_run(path: str | Path, lineage: int | None = None) -> Run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import pyarrow as pa
 
-from storage import Artifact, Ragged, StorageError, read_table
-from storage.durable import no_space
+from storage import Artifact, Ragged, read_table
 from storage.schema import round_of
 from tasks.algorithms.sample_metrics import length_metrics
 from tasks.config import RunConfig
@@ -38,8 +36,6 @@ READS = (
     "trainer.seed",
 )
 VALIDATION_READS = (*READS, "actor_rollout_ref.rollout.val_kwargs")
-TOKEN_BYTES = 8
-"""A response token and its log-prob on disk."""
 CODE = ("tasks.generate", "tasks.seeds", "tasks.engines")
 
 
@@ -62,7 +58,6 @@ def generate(
     stage = step.open(name, reads=READS, code=CODE, parents=[prompts])
     if done := stage.committed():
         return done
-    _require_room(step, prompts)
     rollout = step.cfg.actor_rollout_ref.rollout
     columns, responses = _sample(step, prompts, engine, training_sampling(step.cfg), rollout.n, stage.policy_version)
     columns["response_text"] = _decode(tokenizer, responses.response_ids)
@@ -76,19 +71,6 @@ def generate(
             "earlier checkpoint, or raise the temperature."
         )
     return _commit(stage, columns, responses, engine, metrics)
-
-
-def _require_room(step: Step, prompts: Artifact) -> None:
-    """Refuse to sample what the disk has no room for: as much as the last step took, at first the most there can be.
-
-    Raises:
-        StorageError: with path, bytes needed and bytes free.
-    """
-    earlier = step.run.step(step.index - 1).artifact("rollouts") if step.index > 1 else None
-    rows = prompts.rows * step.cfg.actor_rollout_ref.rollout.n
-    needed = rows * step.cfg.response_length * TOKEN_BYTES if earlier is None else earlier.bytes
-    if shutil.disk_usage(step.run.root).free < needed:
-        raise StorageError(no_space(step.run.root, f"the rollouts of step {step.index}", needed))
 
 
 def generate_greedy(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer) -> Artifact:

@@ -130,7 +130,7 @@ def test_a_damaged_final_checkpoint_is_saved_again(tiny_run):
     good = weights.read_bytes()
     weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     _, output = run(tiny_run())
-    assert "checkpoint 2 is skipped" in output
+    assert "checkpoint 000002 is skipped" in output
     assert weights.read_bytes() == good
 
 
