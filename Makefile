@@ -2,12 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test lint format bench clean
+.PHONY: quickstart test test-all lint format bench clean
 
 quickstart: .venv/installed
 	$(BIN)/grpoflow train quickstart
 
 test: .venv/installed-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: .venv/installed-dev
 	$(BIN)/python -m pytest
 
 lint: .venv/installed-dev
