@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.config import load_config
+from flows.run_folder import config_of
 from storage import Run, RunWriter, StorageError, open_run
 from storage.retention import (
     CHECKPOINT,
@@ -82,7 +83,7 @@ def gc_command(
     other = [word for word in overrides if not word.startswith("storage.retention.")]
     if other:
         raise ValueError(f"gc reads storage.retention.keep, .steps and .compress alone, not {', '.join(other)}")
-    rule = retention_of(load_config([run.root / "config.yaml"], overrides))
+    rule = retention_of(load_config([], overrides, base=config_of(run, run.lineage)))
     if dry_run:
         needed = first_needed_step(run)
         found, packable = _find(run, rule, needed, lineages)
@@ -100,8 +101,8 @@ def gc_command(
     what = f"step {needed} and all after it" if needed else "all steps: there is no intact checkpoint"
     console.print(f"recovery needs {what}")
     _print(found, packable, console)
-    would = "would be" if dry_run else "are"
-    console.print(f"{freed:,} bytes {would} free{', and some more by compression' if dry_run and packable else ''}")
+    more = ", and more by compression" if dry_run and packable else ""
+    console.print(f"{freed:,} bytes {'would be ' if dry_run else ''}freed{more}")
 
 
 def _find(run: Run, rule: Retention, needed: int, lineages: bool) -> tuple[list[Aged], list[Aged]]:

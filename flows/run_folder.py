@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.config import to_yaml
-from flows.config_layers import read_yaml
+from flows.config_layers import Layers, read_yaml
+from flows.local_paths import with_absolute_paths
 from storage import Run, RunWriter, StorageError, open_run
 from storage.durable import sha256_file, sha256_json
 from tasks.config import RunConfig
@@ -53,7 +54,7 @@ def open_run_for_training(
     """Make the run's folder, or take up the run that is in it.
 
     Args:
-        cfg: the configuration.
+        cfg: the configuration, with absolute paths.
         say: told which folder it is.
         back: the run will go back to this step; None: it goes on.
         origin: kept with a new run: which policy of which run it begins with.
@@ -71,8 +72,8 @@ def open_run_for_training(
         run = RunWriter(folder)
         changes = allowed_changes(folder, cfg, back)
         if changes and back is None:
-            run.append("config_changed", changes=changes)
-        say(f"going on with {folder}")
+            run.append("config_changed", lineage=run.lineage, changes=changes)
+        say(f"going on with {short(folder)}")
     else:
         try:
             documents = {"config.yaml": to_yaml(cfg)}
@@ -81,7 +82,7 @@ def open_run_for_training(
             raise StorageError(
                 f"{folder} holds something that is no run. Set trainer.default_local_dir to another folder."
             ) from None
-        say(f"run folder {folder}")
+        say(f"run folder {short(folder)}")
     run.code_digest = code_digest(("tasks", "storage"))
     opened = [event["code_digest"] for event in run.events() if event["event"] == "opened"]
     if opened and opened[-1] != run.code_digest:
@@ -95,36 +96,56 @@ def open_run_for_training(
 
 
 def config_of(run: Run, lineage: int) -> RunConfig:
-    """The configuration under which a lineage is trained.
+    """The configuration of a lineage now: what it was begun with, and the changes written into the ledger since.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: it cannot be read, or its file is not what the run was begun with.
     """
-    values = run.lineages[lineage].config
-    path = run.root / "config.yaml"
+    begun = run.lineages[lineage].config
+    path = run.root / ("config.yaml" if begun is None else f"lineages/{lineage:04d}.json")
     try:
-        if values is None:
-            begun = run.identity.get("documents", {}).get(path.name)
-            if begun is not None and sha256_file(path) != begun:
-                raise ValueError("it is damaged: it is not what the run was begun with. Restore it from a copy")
-        return RunConfig.model_validate(read_yaml(path) if values is None else values)
+        layers = Layers()
+        layers.merge(_begun_config(run, path) if begun is None else begun, str(path))
+        for event in run.events():
+            # An event without a lineage is of a version that did not apply it.
+            if event["event"] == "config_changed" and event.get("lineage") == lineage:
+                for key, (_, new) in event["changes"].items():
+                    layers.put(key, new, "ledger.jsonl")
+        return RunConfig.model_validate(layers.values)
     except (OSError, ValueError) as error:
         raise StorageError(f"{path} cannot be read, so the run cannot go on: {error}") from error
 
 
-def check_going_back(run: Run, back: GoBack, last: int) -> None:
-    """Refuse to go back to where there is nothing.
+def _begun_config(run: Run, path: Path) -> dict[str, Any]:
+    """The values of `config.yaml`; ValueError where it is not the file that the run was begun with."""
+    digest = run.identity.get("documents", {}).get(path.name)
+    if digest is not None and sha256_file(path) != digest:
+        raise ValueError(
+            "it is damaged or edited: it is not what the run was begun with. Restore it from a copy; a change belongs "
+            f"on the command line: grpoflow resume {short(run.root)} [--from-step K] key=value"
+        )
+    return read_yaml(path)
+
+
+def check_going_back(run: Run, back: GoBack, last: int, total: int) -> None:
+    """Refuse to go back to where there is nothing, or where nothing would be made.
 
     Args:
         run: the run.
         back: where to.
         last: its last finished step.
+        total: steps of the plan from now on.
 
     Raises:
         StorageError: with the steps and stages that there are.
     """
     if not 1 <= back.step <= last + 1:
         raise StorageError(f"--from-step {back.step}: {run.root} can be taken up at step 1 to {last + 1}")
+    if total < back.step:
+        raise StorageError(
+            f"--from-step {back.step}: the plan has {total} steps, so that nothing would be made. Set "
+            f"trainer.total_training_steps (and trainer.total_epochs) for at least {back.step}."
+        )
     if back.stage is None:
         return
     there = [stage for stage in run.step(back.step).stages() if not stage.startswith("val_")]
@@ -134,20 +155,45 @@ def check_going_back(run: Run, back: GoBack, last: int) -> None:
         )
 
 
-def open_lineage(run: RunWriter, cfg: RunConfig, back: GoBack, say: Callable[[str], None]) -> None:
-    """Take the run up at an earlier point: what it made from there on stays, and is read no more."""
-    before = config_of(run, run.lineage).model_dump(mode="json")
+CONTENT = "data.train_files, content (SHA-256)"
+"""Stands among a lineage's changes for other content of the training data."""
+
+
+def open_lineage(
+    run: RunWriter, cfg: RunConfig, back: GoBack, prompts: PreparedPrompts, say: Callable[[str], None]
+) -> None:
+    """Take the run up at an earlier point: what it made from there on stays, and is read no more.
+
+    Args:
+        run: the run.
+        cfg: its configuration from now on, with absolute paths.
+        back: where to.
+        prompts: the training prompts from now on, which may be others.
+        say: told what changed.
+    """
+    before = with_absolute_paths(config_of(run, run.lineage)).model_dump(mode="json")
     now = cfg.model_dump(mode="json")
     changes = {key: [old, new] for key, old, new in _differences(before, now)}
+    inputs = _begun_with(run, run.lineage)
+    if inputs is not None and inputs["data.train_files"] != prompts.digest:
+        changes[CONTENT] = [inputs["data.train_files"], prompts.digest]
     parent = run.lineage
     lineage = run.open_lineage(back.step, back.stage, changes, now)
     run.write_document("config.yaml", to_yaml(cfg))
     where = f"step {back.step}" + (f", {back.stage}" if back.stage else "")
-    changed = "; ".join(f"{key} {old!r} -> {new!r}" for key, (old, new) in changes.items())
+    changed = "; ".join(
+        f"{key} {old[:12]} -> {new[:12]}" if key == CONTENT else f"{key} {old!r} -> {new!r}"
+        for key, (old, new) in changes.items()
+    )
     say(
         f"lineage {lineage.number} begins at {where}; what lineage {parent} made from there on is kept and not read"
         f"{f' ({changed})' if changed else ''}"
     )
+
+
+def short(path: Path) -> str:
+    """A path as it is shown: from the working directory where it lies below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _beside(folder: Path) -> Path:
@@ -188,6 +234,19 @@ MAY_CHANGE = (
 """Keys that may differ when a run goes on: they do not decide what a step computes."""
 
 
+MAY_CHANGE_GOING_BACK = tuple(
+    f"actor_rollout_ref.model.{name}"
+    for name in (
+        "enable_gradient_checkpointing",
+        "attn_implementation",
+        "use_remove_padding",
+        "trust_remote_code",
+        "custom_chat_template",
+    )
+)
+"""Keys of the model that may differ from a step on: they do not decide its weights."""
+
+
 DECIDE_THE_SCHEDULE = ("trainer.total_epochs", "trainer.total_training_steps")
 """Keys that decide the learning rate of earlier steps, where the schedule has the length of the run."""
 
@@ -201,7 +260,7 @@ def _rate_depends_on_length(cfg: RunConfig) -> bool:
 def allowed_changes(folder: Path, cfg: RunConfig, back: GoBack | None = None) -> dict[str, list[Any]]:
     """What differs between the configuration of the run in a folder and this one, where it may; {} for no run.
 
-    A run that goes back may change all but the model it began with.
+    Relative paths count from the working directory. A run that goes back may change all but the model it began with.
 
     Raises:
         StorageError: it differs in what decides a step, or the run's configuration cannot be read.
@@ -209,12 +268,13 @@ def allowed_changes(folder: Path, cfg: RunConfig, back: GoBack | None = None) ->
     if cfg.trainer.resume_mode == "disable" or not (folder / "run.json").exists():
         return {}
     run = open_run(folder)
-    before = config_of(run, run.lineage).model_dump(mode="json")
-    changed = list(_differences(before, cfg.model_dump(mode="json")))
+    before = with_absolute_paths(config_of(run, run.lineage)).model_dump(mode="json")
+    changed = list(_differences(before, with_absolute_paths(cfg).model_dump(mode="json")))
     may_change = [key for key in MAY_CHANGE if key not in DECIDE_THE_SCHEDULE or not _rate_depends_on_length(cfg)]
     refused = [change for change in changed if not change[0].startswith(tuple(may_change))]
     if back is not None:
-        refused = [change for change in refused if change[0].startswith("actor_rollout_ref.model")]
+        model = "actor_rollout_ref.model"
+        refused = [one for one in refused if one[0].startswith(model) and one[0] not in MAY_CHANGE_GOING_BACK]
     if refused:
         lines = [f"- {key}: the run has {old!r}, asked for is {new!r}" for key, old, new in refused]
         raise StorageError(
@@ -252,17 +312,8 @@ def keep_inputs(
         )
     if functions[-1:] != [reward_functions]:
         run.append("reward_functions", digest=reward_functions)
-    begun = path if path.exists() else run.root / "inputs.json"
-    if begun.exists():
-        try:
-            before = dict(json.loads(begun.read_text())["digests"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise StorageError(
-                f"{begun} is damaged ({error!r}). Restore it from a copy; or remove it, and the data and the model of "
-                "today are taken for those that the run was begun with."
-            ) from error
-        if begun != path:
-            before["data.train_files"] = now["data.train_files"]
+    before = _begun_with(run, run.lineage)
+    if before is not None:
         changed = [f"- {key}: {before[key][:12]} then, {now[key][:12]} now" for key in now if before[key] != now[key]]
         if changed:
             raise StorageError(
@@ -270,10 +321,42 @@ def keep_inputs(
                 + "\n".join(changed)
                 + "\nGive it back what it was begun with, or start another run."
             )
-    if begun == path and path.exists():
+    if path.exists():
         return
     files = [{"path": file.path, "rows": file.rows, "sha256": file.sha256} for file in prompts.files]
     run.write_document("inputs.json", json.dumps({"digests": now, "files": files, "counts": prompts.counts}, indent=1))
+
+
+def first_weights_digest(run: Run) -> str | None:
+    """Digest of the weights that a run began with; None where its inputs are not written down."""
+    inputs = _begun_with(run, 1)
+    return None if inputs is None else inputs["actor_rollout_ref.model.path"]
+
+
+def _begun_with(run: Run, lineage: int) -> dict[str, str] | None:
+    """Digests of the inputs of a lineage, by configuration key; None where no lineage before it wrote any down.
+
+    A lineage whose own file was not written before a kill has its parent's, but for the content that it was opened
+    with.
+
+    Raises:
+        StorageError: a file is damaged.
+    """
+    this = run.lineages[lineage]
+    path = run.root / this.file_name("inputs.json")
+    if path.exists():
+        try:
+            digests = json.loads(path.read_text())["digests"]
+            return {key: str(digests[key]) for key in ("data.train_files", "actor_rollout_ref.model.path")}
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(
+                f"{path} is damaged ({error!r}). Restore it from a copy; or remove it, and the data and the model of "
+                "today are taken for those that the run was begun with."
+            ) from error
+    inputs = None if this.parent is None else _begun_with(run, this.parent)
+    if inputs is not None and CONTENT in this.changes:
+        inputs["data.train_files"] = this.changes[CONTENT][1]
+    return inputs
 
 
 def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -70,7 +70,12 @@ def status(path: Path, as_json: bool, console: Console) -> None:
     last = summary["last_step"]
     summary["owner"] = run.owner()
     summary["open_step"] = _open_step(run, last + 1) if last + 1 in run.steps() else None
-    summary["checkpoints"] = [checkpoint.step for checkpoint in checkpoints(run.root)]
+    seen = [one for one in checkpoints(run.root) if one.lineage == run.lineage_of(one.step)]
+    summary["checkpoints"] = [checkpoint.step for checkpoint in seen]
+    summary["lineages"] = [
+        {"number": one.number, "parent": one.parent, "step": one.step, "stage": one.stage}
+        for one in run.lineages.values()
+    ]
     summary["events"] = run.events()[-5:]
     if as_json:
         console.out(json.dumps(summary))
@@ -80,6 +85,10 @@ def status(path: Path, as_json: bool, console: Console) -> None:
     if owner:
         console.print(Text(f"written by process {owner['pid']} on {owner['host']} since {owner.get('since', '?')}"))
     console.print(f"finished steps: {last}; checkpoints: {', '.join(map(str, summary['checkpoints'])) or 'none'}")
+    for one in summary["lineages"][1:]:
+        where = f"step {one['step']}" + (f", {one['stage']}" if one["stage"] else "")
+        now = " (this one)" if one["number"] == run.lineage else ""
+        console.print(f"lineage {one['number']} branched off lineage {one['parent']} at {where}{now}")
     if summary["open_step"]:
         found = summary["open_step"]
         console.print(f"step {found['step']} is open; committed: {', '.join(found['committed']) or 'nothing yet'}")
@@ -118,7 +127,7 @@ def show(
         StorageError: there is no such run, step, artifact or sample.
     """
     run = open_run(path)
-    steps = run.steps()
+    steps = [index for index in run.steps() if run.step(index).stages()]
     if not steps:
         raise StorageError(f"{path} has no steps yet")
     named = _STEP_OF_SAMPLE.match(sample or "")

@@ -17,6 +17,7 @@ from flows.alarms import alarms
 from flows.config import load_config
 from flows.gc import Retainer
 from flows.interrupts import Terminated, polite_end
+from flows.local_paths import with_absolute_paths
 from flows.plan_view import plan_of
 from flows.plan_words import plan_in_brief
 from flows.prefect_server import PrefectAPI, prefect_api
@@ -31,13 +32,14 @@ from flows.run_folder import (
     open_lineage,
     open_run_for_training,
     run_folder,
+    short,
 )
 from flows.stages import StageRunner, stage_runner
 from flows.stale import in_sentences, stale_reasons
 from flows.step import Stages, Workers, train_step, validate_policy
 from flows.support import refuse_unbuilt
 from flows.tracking import Tracker
-from storage import RunWriter, StorageError
+from storage import RunWriter, StorageError, open_run
 from storage.checkpoints import prune_checkpoints, save_checkpoint
 from tasks.advantage import kl_coef
 from tasks.config import RunConfig
@@ -120,6 +122,7 @@ def run_training(
     Raises:
         ValueError, StorageError: the configuration, its data or the folder does not allow it.
     """
+    cfg = with_absolute_paths(cfg)
     refuse_unbuilt(cfg, checked(plan_of(cfg)))
     allowed_changes(run_folder(cfg), cfg, back)
     data = load_data(cfg)
@@ -128,15 +131,18 @@ def run_training(
     progress.say(plan_in_brief(plan))
     for warning in plan.warnings:
         progress.say(f"{warning.level}: {warning.message}")
+    if back is not None:
+        here = open_run(run_folder(cfg))
+        check_going_back(here, back, last_finished_step(here), plan.total_steps or 0)
     with ExitStack() as stack:
         # What can be refused is refused here, before there is a run.
         workers = stack.enter_context(open_workers(cfg, plan, data))
         first_weights = workers.policy.weights_digest()
         run = stack.enter_context(open_run_for_training(cfg, progress.say, back, origin))
         if back is not None:
-            check_going_back(run, back, last_finished_step(run))
+            check_going_back(run, back, last_finished_step(run), plan.total_steps or 0)
             rebuild(run, workers.policy, back.step - 1, progress.say)
-            open_lineage(run, cfg, back, progress.say)
+            open_lineage(run, cfg, back, data.train, progress.say)
         tracker = stack.enter_context(Tracker(run, cfg, progress.say))
         keep_inputs(run, data.train, first_weights, workers.rewards.code_digest, progress.say)
         stack.enter_context(state_is_kept(run, tracker, progress.say))
@@ -186,7 +192,7 @@ def state_is_kept(run: RunWriter, tracker: Tracker, say: Callable[[str], None]) 
             say(f"the end of the run could not be written down: {error}")
         tracker.finish(state)
         if state != "finished":
-            say(f"{state}; go on with: grpoflow resume {_short(run.root)}")
+            say(f"{state}; go on with: grpoflow resume {short(run.root)}")
 
 
 @dataclass(frozen=True)
@@ -376,7 +382,7 @@ class Loop:
 
 def print_outcome(outcome: Outcome, console: Console) -> None:
     """Say what came of a run and how to look at it."""
-    folder = _short(outcome.folder)
+    folder = short(outcome.folder)
     console.print()
     if len(outcome.validations) > 1:
         first, last = min(outcome.validations), max(outcome.validations)
@@ -390,7 +396,3 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
     lines.append(f"  grpoflow show {folder} --step {outcome.last_step} --stage rewards")
     for line in lines:
         console.print(Text(line), soft_wrap=True)
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -22,7 +22,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache, cached_property
@@ -124,23 +124,37 @@ class StepView:
         """Folders of an artifact's committed attempts that the run's lineage sees, oldest first."""
         folders = (self.folder / stage).glob("[0-9]*")
         there = sorted(folder for folder in folders if folder.name.isdigit() and (folder / MANIFEST).is_file())
-        if self.run.lineage == 1 and not self.run.has_lineages:
+        if not self.run.has_lineages:
             return there
-        seen = self.run.lineage_of(self.index, stage)
-        return [folder for folder in there if _lineage_of_attempt(folder) == seen]
+        seen = self.run.seen_lineages(self.index, stage)
+        return [folder for folder in there if _lineage_of_attempt(folder) in seen]
+
+    def used(self, stage: str) -> Path | None:
+        """Folder of the attempt that the finished step used, of an open step the newest; None: nothing is committed.
+
+        The newest is not always the one: a stage that is back to what it once was made from takes the older attempt.
+        """
+        attempts = self.attempts(stage)
+        if len(attempts) > 1 and (record := self.record) is not None:
+            wanted = record.get("artifacts", {}).get(stage)
+            for folder in reversed(attempts):
+                with suppress(StorageError):
+                    if read_manifest(folder).digest == wanted:
+                        return folder
+        return attempts[-1] if attempts else None
 
     def manifest(self, stage: str) -> Manifest | None:
-        """Manifest of the newest attempt; None when nothing is committed."""
-        attempts = self.attempts(stage)
-        return read_manifest(attempts[-1]) if attempts else None
+        """Manifest of the attempt that is used; None when nothing is committed."""
+        folder = self.used(stage)
+        return read_manifest(folder) if folder else None
 
     def artifact(self, stage: str) -> Artifact | None:
-        """Reference to the newest attempt; None when nothing is committed."""
-        attempts = self.attempts(stage)
-        return reference(attempts[-1], read_manifest(attempts[-1])) if attempts else None
+        """Reference to the attempt that is used; None when nothing is committed."""
+        folder = self.used(stage)
+        return reference(folder, read_manifest(folder)) if folder else None
 
     def table(self, stage: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """The newest attempt's rows.
+        """Rows of the attempt that is used.
 
         Raises:
             FileNotFoundError: this step has no such artifact.
@@ -187,7 +201,10 @@ class Run:
             try:
                 values = json.loads(path.read_bytes())
                 names = {"number", "parent", "step", "stage", "changes", "config"}
-                found[int(path.stem)] = Lineage(**{name: values[name] for name in names})
+                lineage = Lineage(**{name: values[name] for name in names})
+                if lineage.parent not in found:
+                    raise ValueError(f"its parent is lineage {lineage.parent}")
+                found[int(path.stem)] = lineage
             except (ValueError, KeyError, TypeError) as error:
                 raise StorageError(f"{path} is damaged: {error!r}. Restore it from a copy of the run.") from error
         return found
@@ -203,14 +220,22 @@ class Run:
         return len(self.lineages) > 1
 
     def lineage_of(self, step: int, stage: str | None = None) -> int:
-        """Number of the lineage whose artifact of a step this one sees; `stage` None: the step as a whole."""
-        seen = self.lineages[self.lineage]
-        while seen.parent is not None:
-            kept = seen.stage is not None and stage is not None and not depends_on(stage, seen.stage)
-            if step > seen.step or (step == seen.step and not kept):
+        """Number of the lineage that a step belongs to, or one artifact of it, in the history that this one sees."""
+        return self.seen_lineages(step, stage)[-1]
+
+    def seen_lineages(self, step: int, stage: str | None = None) -> list[int]:
+        """Lineages whose artifacts of a step this one sees, its own first; `stage` None: the step as a whole.
+
+        The last one is that which the step belongs to. The others hold what was made again, or beside it, later: a kept
+        stage whose input or file had changed, or another validation.
+        """
+        seen = [self.lineages[self.lineage]]
+        while (last := seen[-1]).parent is not None:
+            kept = last.stage is not None and stage is not None and not depends_on(stage, last.stage)
+            if step > last.step or (step == last.step and not kept):
                 break
-            seen = self.lineages[seen.parent]
-        return seen.number
+            seen.append(self.lineages[last.parent])
+        return [lineage.number for lineage in seen]
 
     def document(self, name: str) -> Path:
         """Path of a text that each lineage has of its own, such as `plan.json`."""
@@ -249,9 +274,10 @@ class Run:
         return [index for index in self.steps() if index and self.record_path(index).is_file()]
 
     def record_path(self, index: int) -> Path:
-        """Where the record of a finished step is."""
-        lineage = self.lineages[self.lineage_of(index)]
-        return self.root / "steps" / f"{index:06d}" / lineage.file_name("step.json")
+        """Where the record of a finished step is; of an open one, where this lineage would write it."""
+        folder = self.root / "steps" / f"{index:06d}"
+        paths = [folder / self.lineages[number].file_name("step.json") for number in self.seen_lineages(index)]
+        return next((path for path in paths if path.is_file()), paths[0])
 
     def events(self) -> list[dict[str, Any]]:
         """The ledger: what happened to this run, oldest first."""
@@ -434,7 +460,8 @@ class RunWriter(Run):
         self.step(step).folder.mkdir(parents=True, exist_ok=True)
         about = {"step": step, "lineage": self.lineage, "finished_at": _now()}
         with full_disk_told(self.root, f"the record of step {step}"):
-            write_json(self.record_path(step), {**about, **record})
+            own = self.lineages[self.lineage].file_name("step.json")
+            write_json(self.step(step).folder / own, {**about, **record})
 
     def quarantine(self, step: int, stage: str, table: pa.Table, reason: str) -> Path:
         """Keep a table that was refused, for inspection, where no reader of the run looks."""

@@ -177,7 +177,7 @@ def _attempt_is_seen(run: Run, aged: Aged) -> bool:
     if not run.has_lineages:
         return True
     try:
-        return read_manifest(aged.folder).lineage == run.lineage_of(aged.step, aged.stage)
+        return read_manifest(aged.folder).lineage in run.seen_lineages(aged.step, aged.stage)
     except StorageError:
         return True
 

@@ -8,6 +8,7 @@ from runs import digest, run, tokens
 from flows.run_folder import GoBack
 from storage import StorageError, open_run
 from storage.checkpoints import checkpoints
+from tasks.stage import Step
 
 STEPS = ("trainer.total_training_steps=4", "trainer.total_epochs=9", "trainer.save_freq=2")
 OTHER_RATE = "actor_rollout_ref.actor.optim.lr=5e-3"
@@ -118,3 +119,65 @@ def test_a_damaged_lineage_is_said(tiny_run):
     with pytest.raises(StorageError, match=r"0002.json is damaged"):
         open_run(the_run.root).step(3).stages()
     assert json.loads((the_run.root / "run.json").read_text())["name"]
+
+
+def test_a_finished_step_shows_and_replays_what_it_was_trained_on_not_what_was_made_last(
+    tiny_run, tmp_path, monkeypatch
+):
+    """The reward function is changed and put back while step 2 is open: the older attempt is used again."""
+    import flows.step
+
+    cfg = tiny_run(*STEPS[:2])
+    text = (tmp_path / "reward.py").read_text()
+    update = flows.step.update
+
+    def killed(step, *args, **options):
+        if step.index == 2 and type(step) is Step:  # not one that is only opened to see what is stale
+            raise KeyboardInterrupt
+        return update(step, *args, **options)
+
+    monkeypatch.setattr(flows.step, "update", killed)
+    for source in (text, text.replace("return ", "return 0.5 * ")):
+        (tmp_path / "reward.py").write_text(source)
+        with pytest.raises(KeyboardInterrupt):
+            run(cfg)
+    monkeypatch.undo()
+    (tmp_path / "reward.py").write_text(text)
+    the_run, _ = run(cfg)
+    view = the_run.step(2)
+    assert len(view.attempts("rewards")) == 2
+    assert view.manifest("rewards").attempt == 1
+    assert {stage: view.manifest(stage).digest for stage in view.stages()} == view.record["artifacts"]
+    last = digest(the_run, 4)
+    for checkpoint in checkpoints(the_run.root):
+        (checkpoint.folder / "manifest.json").unlink()
+    again, output = run(cfg)
+    assert "updates 1 to 4 made again" in output
+    assert digest(again, 4) == last
+
+
+def test_a_kept_stage_that_is_made_again_all_the_same_is_seen(tiny_run):
+    """Another temperature changes what the kept rollouts were made from."""
+    run(tiny_run(*STEPS[:2]))
+    cfg = tiny_run(*STEPS[:2], "actor_rollout_ref.rollout.temperature=0.7")
+    after, _ = run(cfg, back=GoBack(3, "advantages"))
+    assert after.step(3).manifest("rollouts").lineage == 2
+    assert digests(after, 3) == after.step(3).record["artifacts"]
+    last = digest(after, 4)
+    for checkpoint in checkpoints(after.root):
+        (checkpoint.folder / "manifest.json").unlink()
+    again, _ = run(cfg)
+    assert digest(again, 4) == last
+
+
+def test_a_later_lineage_writes_beside_the_records_of_an_earlier_one(tiny_run):
+    val = ("trainer.val_before_train=true", "trainer.test_freq=2")
+    before, _ = run(tiny_run(*STEPS, *val))
+    files = {path: path.read_bytes() for path in before.root.glob("steps/*/step.json")}
+    other = ("actor_rollout_ref.rollout.val_kwargs.n=2", "actor_rollout_ref.rollout.val_kwargs.do_sample=true")
+    more = ("actor_rollout_ref.rollout.val_kwargs.temperature=1.0",)
+    after, _ = run(tiny_run(*STEPS, *val, *other, *more), back=GoBack(1))
+    assert {path: path.read_bytes() for path in files} == files
+    assert after.step(0).table("val_rollouts").num_rows == 8
+    assert open_run(after.root, lineage=1).step(0).table("val_rollouts").num_rows == 4
+    assert after.step(0).record["lineage"] == 2
