@@ -58,12 +58,13 @@ def resume(
 def fork(
     source: Annotated[str, typer.Argument(help="RUN or RUN@STEP: a run's folder and one of its policies.")],
     name: Annotated[str, typer.Argument(help="Name of the new run (trainer.experiment_name).")],
-    changes: Annotated[list[str] | None, typer.Option("--set", help="key.path=value that differs; may repeat.")] = None,
+    words: Annotated[list[str] | None, typer.Argument(help="key.path=value that differs from the other run.")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", help="The same; may repeat.")] = None,
 ) -> None:
     """Train a new run that begins with another run's policy."""
     from flows.resume import fork_command
 
-    raise typer.Exit(fork_command(source, name, changes or []))
+    raise typer.Exit(fork_command(source, name, [*(words or []), *(changes or [])]))
 
 
 @app.command()

@@ -192,7 +192,8 @@ def state_is_kept(run: RunWriter, tracker: Tracker, say: Callable[[str], None]) 
             say(f"the end of the run could not be written down: {error}")
         tracker.finish(state)
         if state != "finished":
-            say(f"{state}; go on with: grpoflow resume {short(run.root)}")
+            mended = "when the cause that is told below is mended, " if state == "failed" else ""
+            say(f"{state}; {mended}go on with: grpoflow resume {short(run.root)}")
 
 
 @dataclass(frozen=True)

@@ -235,3 +235,10 @@ def test_a_full_disk_leaves_nothing_of_an_export(base, tokenizer, tmp_path, monk
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_exported_files_can_be_read_by_whom_any_new_file_can(base, tokenizer, tmp_path):
+    export_policy(moved_worker(base()), tokenizer, tmp_path / "out")
+    (tmp_path / "plain").write_text("x")
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "plain").stat().st_mode}

@@ -181,3 +181,52 @@ def test_a_later_lineage_writes_beside_the_records_of_an_earlier_one(tiny_run):
     assert after.step(0).table("val_rollouts").num_rows == 8
     assert open_run(after.root, lineage=1).step(0).table("val_rollouts").num_rows == 4
     assert after.step(0).record["lineage"] == 2
+
+
+def test_going_back_to_data_of_other_content_says_so_and_a_kill_does_not_hide_it(tiny_run, tmp_path):
+    cfg = tiny_run(*STEPS[:2])
+    before, _ = run(cfg)
+    file = tmp_path / "train.jsonl"
+    old, other = file.read_text(), file.read_text().replace("apples", "2 apples")
+    file.write_text(other)
+    after, output = run(cfg, back=GoBack(3))
+    digests_then_and_now = after.lineages[2].changes["data.train_files, content (SHA-256)"]
+    first, second = (json.loads((after.root / name).read_text()) for name in ("inputs.json", "inputs-0002.json"))
+    assert digests_then_and_now == [inputs["digests"]["data.train_files"] for inputs in (first, second)]
+    then, now = (digest[:12] for digest in digests_then_and_now)
+    assert f"data.train_files, content (SHA-256) {then} -> {now}" in output.replace("\n", " ")
+    (after.root / "inputs-0002.json").unlink()
+    file.write_text(old)
+    with pytest.raises(StorageError, match=f"data.train_files: {now} then, {then} now"):
+        run(cfg)
+    file.write_text(other)
+    run(cfg)
+    assert json.loads((after.root / "inputs-0002.json").read_text()) == second
+    (after.root / "inputs-0002.json").write_text("{")
+    with pytest.raises(StorageError, match=r"inputs-0002\.json is damaged"):
+        run(cfg)
+
+
+def test_going_back_beyond_the_plan_is_refused_before_a_model_is_loaded(tiny_run, monkeypatch):
+    the_run, _ = run(tiny_run(*STEPS))
+
+    def never(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("flows.train.open_workers", never)
+    with pytest.raises(StorageError, match="--from-step 3: the plan has 2 steps, so that nothing would be made"):
+        run(tiny_run(*STEPS, "trainer.total_training_steps=2"), back=GoBack(3))
+    with pytest.raises(StorageError, match="can be taken up at step 1 to 5"):
+        run(tiny_run(*STEPS), back=GoBack(9))
+    assert not (the_run.root / "lineages").exists()
+
+
+def test_how_a_model_computes_may_change_at_a_step_and_which_model_may_not(tiny_run):
+    run(tiny_run(*STEPS))
+    model = "actor_rollout_ref.model"
+    after, _ = run(tiny_run(*STEPS, f"{model}.enable_gradient_checkpointing=true"), back=GoBack(3))
+    assert after.lineages[2].changes == {f"{model}.enable_gradient_checkpointing": [False, True]}
+    with pytest.raises(StorageError, match="enable_gradient_checkpointing"):
+        run(tiny_run(*STEPS))
+    with pytest.raises(StorageError, match=r"model\.dtype"):
+        run(tiny_run(*STEPS, f"{model}.dtype=bfloat16"), back=GoBack(3))

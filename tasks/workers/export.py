@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from storage.durable import StorageError, no_space, sync_file, sync_folder
 from storage.prepared import new_folder
 from tasks.workers.model import CausalModel, without_progress_bar
-from tasks.workers.weights import files_bytes, full_disk_as_os_error
+from tasks.workers.weights import files_bytes, full_disk_as_os_error, usual_mode
 
 if TYPE_CHECKING:
     from tasks.workers.policy import PolicyWorker
@@ -61,6 +61,7 @@ def export_policy(worker: PolicyWorker, tokenizer: Any, folder: Path, *, adapter
             _save_adapter(model, aside) if adapter else _save_whole(model, aside)
             _save_tokenizer(tokenizer, aside)
         for path in aside.iterdir():
+            usual_mode(path)
             sync_file(path)
         sync_folder(aside)
         aside.rename(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +44,15 @@ def save_files(
     for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
         with full_disk_as_os_error(folder):
             save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, folder / name)
+        usual_mode(folder / name)
     (folder / STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
+
+
+def usual_mode(path: Path) -> None:
+    """Give a file the mode that any new file has: safetensors makes files that their owner alone can read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 @contextmanager
