@@ -32,7 +32,8 @@ from flows.config_layers import (
     read_yaml,
     resolve_references,
 )
-from flows.verl_keys import REMOVED_VALUES, UNSUPPORTED_VALUES, renamed, unsupported_reason
+from flows.verl_keys import REMOVED_VALUES, TRL_KEYS, UNSUPPORTED_VALUES, renamed, unsupported_reason
+from tasks.algorithms.variants import ESTIMATORS, LOSSES
 from tasks.config import RunConfig
 
 
@@ -162,6 +163,8 @@ def key_answer(key: str) -> str:
     reason = unsupported_reason(key)
     if reason is not None:
         return f"verl's key, not supported: {reason}"
+    if key in TRL_KEYS:
+        return f"TRL's key. In verl's words: {TRL_KEYS[key]}."
     near = nearest_key(key)
     return f"unknown key. Nearest: {near}." if near else "unknown key."
 
@@ -283,21 +286,39 @@ def _expected(key: str, value: Any, info: FieldInfo) -> str:
         return f"{value}: {reason}"
     plain = {True: "true", False: "false", None: "null", "": "an empty value"}
     got = plain[value] if isinstance(value, bool) or value is None or value == "" else repr(value)
+    expected = f"expected {_in_words(info)}, got {got}."
+    if other := other_kind(key, value):
+        return f"{expected} {other}"
     near = nearest_value(value, info)
-    return f"expected {_in_words(info)}, got {got}." + (f" Nearest: {near}." if near else "")
+    return f"{expected} Nearest: {near}." if near else expected
 
 
+_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+_AGGREGATION = "actor_rollout_ref.actor.loss_agg_mode"
+_DR_GRPO = (
+    "grpo with algorithm.norm_adv_by_std_in_grpo=false",
+    f"vanilla with {_AGGREGATION}=seq-mean-token-sum-norm",
+    "seq-mean-token-sum-norm",
+)
 OTHER_NAMES = {
-    "dr_grpo": "grpo with algorithm.norm_adv_by_std_in_grpo=false",
-    "drgrpo": "grpo with algorithm.norm_adv_by_std_in_grpo=false",
-    "ppo": "vanilla",
-    "clip": "vanilla",
-    "dapo": "vanilla with actor_rollout_ref.actor.clip_ratio_high",
-    "gmpo": "geo_mean",
-    "reinforce++": "reinforce_plus_plus",
-    "reinforce++_baseline": "reinforce_plus_plus_baseline",
-    "dppo": "dppo_tv or dppo_kl",
-    "otb": "optimal_token_baseline",
+    "dr_grpo": _DR_GRPO,
+    "drgrpo": _DR_GRPO,
+    "grpo": ("vanilla", "seq-mean-token-mean"),
+    "ppo": ("vanilla",),
+    "clip": ("vanilla",),
+    "dapo": (
+        "grpo with algorithm.filter_groups.enable, actor_rollout_ref.actor.clip_ratio_high and "
+        "reward_model.overlong_buffer",
+        "vanilla with actor_rollout_ref.actor.clip_ratio_high",
+        "token-mean",
+    ),
+    "bnpo": ("vanilla", "token-mean"),
+    "gmpo": ("geo_mean",),
+    "reinforce++": ("reinforce_plus_plus",),
+    "reinforce++_baseline": ("reinforce_plus_plus_baseline",),
+    "dppo": ("dppo_tv or dppo_kl",),
+    "otb": ("optimal_token_baseline",),
+    "true": ("token",),
 }
 """Names that papers and other libraries use for a choice here; one counts where the key takes its first word."""
 
@@ -305,15 +326,29 @@ OTHER_NAMES = {
 def nearest_value(value: Any, info: FieldInfo) -> str | None:
     """The choice that is most like a value that is none; None: the key has no choices, or none is like it."""
     choices = [choice for choice in _choices(info.annotation) if isinstance(choice, str)]
-    if not isinstance(value, str) or not choices:
+    if not isinstance(value, str | bool) or not choices:
         return None
-    name = value.strip().lower().replace("-", "_")
-    other = OTHER_NAMES.get(name, "")
-    if other.partition(" ")[0] in choices:
-        return other
-    by_name = {choice.lower().replace("-", "_"): choice for choice in choices}
+    name = _plain_name(value)
+    for other in OTHER_NAMES.get(name, ()):
+        if other.partition(" ")[0] in choices:
+            return other
+    by_name = {_plain_name(choice): choice for choice in choices}
     near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)
     return by_name[near[0]] if near else None
+
+
+def _plain_name(value: Any) -> str:
+    return str(value).strip().lower().replace("-", "_")
+
+
+def other_kind(key: str, value: Any) -> str | None:
+    """What a policy loss named as an estimator is, or the other way round; None: it is neither."""
+    name = _plain_name(value)
+    if key == "algorithm.adv_estimator" and name in LOSSES:
+        return f"{name} is a policy loss: {_LOSS_MODE}={name}."
+    if key == _LOSS_MODE and name in ESTIMATORS and name not in OTHER_NAMES:
+        return f"{name} is an advantage estimator: algorithm.adv_estimator={name}."
+    return None
 
 
 def refused_value(key: str, value: Any) -> str | None:

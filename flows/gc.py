@@ -102,7 +102,7 @@ def gc_command(
     console.print(f"recovery needs {what}")
     _print(found, packable, console)
     more = ", and more by compression" if dry_run and packable else ""
-    console.print(f"{freed:,} bytes {'would be ' if dry_run else ''}freed{more}")
+    console.print(f"{freed:,} bytes {'would be' if dry_run else 'are'} freed{more}")
 
 
 def _find(run: Run, rule: Retention, needed: int, lineages: bool) -> tuple[list[Aged], list[Aged]]:

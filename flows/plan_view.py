@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from flows.config_layers import LayerError
 from flows.launch_script import LaunchScript, LaunchScriptError, config_of, read_launch_script
 from flows.plan_words import plan_in_words
 from tasks.config import RunConfig
-from tasks.geometry import Mesh, ModelLimits, Plan, StageShape, plan
+from tasks.geometry import Mesh, ModelLimits, Plan, PlanWarning, StageShape, plan
 
 _WIDTH_WITHOUT_TERMINAL = 150
 
@@ -49,6 +49,8 @@ def plan_command(
     try:
         cfg, script = _loaded(files, overrides, verl)
         answer = plan_of(cfg, train_prompts=train_prompts)
+        if train_prompts is None:
+            answer = replace(answer, warnings=(*answer.warnings, *_not_counted(cfg)))
     except (ConfigError, LayerError, LaunchScriptError) as error:
         _print_error(error, as_json)
         return 2
@@ -81,6 +83,18 @@ def _loaded(
 
 
 # ------------------------------------------------------------------------------------------------ facts on this disk
+
+
+def _not_counted(cfg: RunConfig) -> Iterable[PlanWarning]:
+    """That training files are not on this disk, where they are named."""
+    missing = [name for name in cfg.data.train_files if not Path(name).expanduser().is_file()]
+    if missing:
+        yield PlanWarning(
+            "TRAIN_FILES_MISSING",
+            ("data.train_files",),
+            f"no file {', '.join(missing)} here, so the steps of an epoch are not known: mend data.train_files, or say "
+            "the number of prompts with --train-prompts.",
+        )
 
 
 def count_rows(files: Sequence[str]) -> int | None:

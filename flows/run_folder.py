@@ -95,6 +95,10 @@ def open_run_for_training(
     return run
 
 
+OF_ONE_COMMAND = ("trainer.val_only", "trainer.val_before_train", "trainer.resume_mode")
+"""Keys that say what one command is to do; the next one does not inherit them."""
+
+
 def config_of(run: Run, lineage: int) -> RunConfig:
     """The configuration of a lineage now: what it was begun with, and the changes written into the ledger since.
 
@@ -110,7 +114,8 @@ def config_of(run: Run, lineage: int) -> RunConfig:
             # An event without a lineage is of a version that did not apply it.
             if event["event"] == "config_changed" and event.get("lineage") == lineage:
                 for key, (_, new) in event["changes"].items():
-                    layers.put(key, new, "ledger.jsonl")
+                    if key not in OF_ONE_COMMAND:
+                        layers.put(key, new, "ledger.jsonl")
         return RunConfig.model_validate(layers.values)
     except (OSError, ValueError) as error:
         raise StorageError(f"{path} cannot be read, so the run cannot go on: {error}") from error
@@ -276,7 +281,11 @@ def allowed_changes(folder: Path, cfg: RunConfig, back: GoBack | None = None) ->
         model = "actor_rollout_ref.model"
         refused = [one for one in refused if one[0].startswith(model) and one[0] not in MAY_CHANGE_GOING_BACK]
     if refused:
-        lines = [f"- {key}: the run has {old!r}, asked for is {new!r}" for key, old, new in refused]
+        lines = [
+            f"- {key}: the run has {old!r}, asked for is {new!r}"
+            + (" (learning rates of the steps that were made depend on it)" if key in DECIDE_THE_SCHEDULE else "")
+            for key, old, new in refused
+        ]
         raise StorageError(
             f"{folder} holds a run whose configuration means something else:\n"
             + "\n".join(lines)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from storage.ledger import STAGES, StepView, list_runs
 from storage.schema import SCHEMAS, without_round
 
 _STEP_OF_SAMPLE = re.compile(r"^(?:val-)?(\d{6})-\d{4}-\d{3}$")
+_IDS = ("sample_id", "group_id")
+"""Columns whose values are typed again, and therefore never cut."""
+_PADDING = 2
+"""Characters that a table adds to each column."""
 _HEADLINE = ("critic/score/mean", "response_length/mean", "actor/kl_loss", "timing_s/step")
 
 
@@ -95,9 +100,24 @@ def status(path: Path, as_json: bool, console: Console) -> None:
         for sentence in found["told"]:
             console.print(Text(f"  {sentence}"), soft_wrap=True)
     for event in summary["events"]:
-        rest = {name: value for name, value in event.items() if name not in ("event", "at") and value not in (None, [])}
-        told = ", ".join(f"{name} {value[:12] if name.endswith('digest') else value}" for name, value in rest.items())
-        console.print(Text(f"{event['at'][:19]} {event['event']}: {told}", style="dim"), soft_wrap=True)
+        console.print(Text(_event_in_words(event), style="dim"), soft_wrap=True)
+
+
+def _event_in_words(event: Mapping[str, Any]) -> str:
+    told = []
+    for name, value in event.items():
+        if name in ("event", "at") or value in (None, [], {}):
+            continue
+        if name == "changes":
+            told += [f"{key} {_plain(old)} -> {_plain(new)}" for key, (old, new) in value.items()]
+        else:
+            told.append(f"{name} {value[:12] if name.endswith('digest') else _plain(value)}")
+    return f"{event['at'][:19]} {event['event']}: {', '.join(told)}"
+
+
+def _plain(value: Any) -> str:
+    """A value as a configuration has it: text bare, the rest as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _open_step(run: Run, step: int) -> dict[str, Any]:
@@ -173,8 +193,10 @@ def _show_step(view: StepView, as_json: bool, console: Console) -> None:
     if record is None:
         console.print("the step as a whole is not finished" if view.index else "before training")
         return
+    width = max(map(len, record["metrics"]), default=0)
     for name, value in sorted(record["metrics"].items()):
-        console.print(Text(f"{name:<48} {value if value is None else format(value, '.6g')}"))
+        shown = value if value is None else format(value, ".6g")
+        console.print(Text(f"{name:<{width}}  {shown}"), soft_wrap=True)
 
 
 def _present_or_missing(view: StepView) -> list[str]:
@@ -187,19 +209,46 @@ def _show_stage(view: StepView, stage: str, as_json: bool, limit: int, console: 
     try:
         rows = view.table(stage)
     except (FileNotFoundError, ValueError) as error:
-        raise StorageError(str(error)) from error
+        near = _nearest_artifact(stage, view.stages())
+        raise StorageError(f"{error}. Nearest: {near}" if near else str(error)) from error
     shown = rows.slice(0, limit)
     if as_json:
         console.out(json.dumps(shown.to_pylist(), default=str))
         return
+    cells = {name: [_cell(value) for value in shown[name].to_pylist()] for name in shown.schema.names}
+    widths = _widths(cells, console.width)
     table = Table(title=f"step {view.index}, {stage}: {rows.num_rows} rows", title_justify="left", box=None)
-    for column in shown.schema.names:
-        table.add_column(column, overflow="ellipsis", max_width=32, no_wrap=True)
-    for row in shown.to_pylist():
-        table.add_row(*[Text(_cell(value)) for value in row.values()])
+    for name, width in widths.items():
+        table.add_column(name, overflow="ellipsis", width=width, no_wrap=True)
+    for row in zip(*(cells[name] for name in widths), strict=True):
+        table.add_row(*map(Text, row))
     console.print(table)
+    if left_out := [name for name in cells if name not in widths]:
+        console.print(f"no room for {', '.join(left_out)}; --json gives whole values", soft_wrap=True)
     if rows.num_rows > limit:
         console.print(f"… {rows.num_rows - limit} more rows; --limit shows more, --json gives whole values")
+
+
+def _nearest_artifact(stage: str, present: Sequence[str]) -> str | None:
+    """The artifact that is most like a name, or that the stage of this name makes."""
+    made = {"generate": "rollouts"}.get(stage, stage)
+    return next(iter(difflib.get_close_matches(made, present, n=1)), None)
+
+
+def _widths(cells: Mapping[str, Sequence[str]], room: int) -> dict[str, int]:
+    """Width of each column that is shown, in characters: ids are whole, others narrower, then fewer, until they fit."""
+    for widest in (32, 24, 16, 12):
+        widths = {}
+        for name, column in cells.items():
+            longest = max(map(len, column), default=0)
+            widths[name] = max(len(name), longest if name in _IDS else min(longest, widest))
+        if sum(widths.values()) + _PADDING * len(widths) <= room:
+            return widths
+    for name in reversed([name for name in widths if name not in _IDS]):
+        if sum(widths.values()) + _PADDING * len(widths) <= room:
+            break
+        del widths[name]
+    return widths
 
 
 def _show_sample(view: StepView, sample: str, as_json: bool, console: Console) -> None:

@@ -238,7 +238,8 @@ def _nobody(run: Run, cfg: RunConfig, view: StepView) -> tuple[Workers, str | No
     begun = run.document("inputs.json")
     try:
         inputs = json.loads((begun if begun.exists() else run.root / "inputs.json").read_bytes())
-    except (OSError, ValueError):
+        _ = inputs["digests"], inputs["counts"]
+    except (OSError, ValueError, KeyError, TypeError):
         inputs = {"digests": {}, "counts": {}}
     train = _prompts(inputs["digests"].get("data.train_files", ""), inputs["counts"].get("kept", 0))
     known = view.manifest("val_prompts")

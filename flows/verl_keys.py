@@ -1,4 +1,4 @@
-"""verl's keys and values that are not accepted as they are: those with another name here, those without a counterpart.
+"""verl's keys and values that are not accepted as they are, with another name here or no counterpart, and TRL's keys.
 
 Looked at only when a key or a value is refused, so that the answer is better than "unknown". A reason says what is
 missing here, then what to do instead, where there is something.
@@ -211,6 +211,21 @@ REMOVED_VALUES = {
     (f"{_ROLLOUT}.mode", "sync"): "verl has removed it too. Leave it out, or set async.",
 }
 """(key, value) that verl itself refuses by now -> why."""
+
+TRL_KEYS = {
+    "beta": f"{_ACTOR}.kl_loss_coef, with {_ACTOR}.use_kl_loss=true",
+    "epsilon": f"{_ACTOR}.clip_ratio",
+    "epsilon_high": f"{_ACTOR}.clip_ratio_high",
+    "learning_rate": f"{_ACTOR}.optim.lr",
+    "loss_type": f"{_ACTOR}.policy_loss.loss_mode and {_ACTOR}.loss_agg_mode, as docs/algorithms.md tabulates them",
+    "max_completion_length": "data.max_response_length",
+    "num_generations": f"{_ROLLOUT}.n",
+    "num_iterations": f"{_ACTOR}.ppo_epochs",
+    "per_device_train_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu, in sequences (data.train_batch_size and "
+    f"{_ACTOR}.ppo_mini_batch_size count prompts)",
+    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo and algorithm.norm_adv_std_over",
+}
+"""A key of TRL's GRPOConfig, which stands in no section -> the keys here."""
 
 
 def renamed(key: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flows.config import ConfigError, all_keys, json_schema, load_config, nearest_key, to_yaml
-from flows.verl_keys import RENAMED, RENAMED_SECTIONS, UNSUPPORTED
+from flows.verl_keys import RENAMED, RENAMED_SECTIONS, TRL_KEYS, UNSUPPORTED
 from tasks.config import RunConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -144,6 +145,45 @@ def test_the_right_word_in_the_wrong_section_is_found() -> None:
     assert nearest_key("rollout.temperature") == f"{ROLLOUT}.temperature"
     assert nearest_key("trainer.train_batch_size") == "data.train_batch_size"
     assert nearest_key("zzz.qqq") is None
+
+
+def test_trls_keys_are_answered_in_verls_words(tmp_path: Path) -> None:
+    assert errors_of("num_generations=8") == {"num_generations": f"TRL's key. In verl's words: {ROLLOUT}.n."}
+    path = write(tmp_path / "trl.yaml", "beta: 0.04\n")
+    assert errors_of(files=(path,))["beta"].startswith(f"TRL's key. In verl's words: {ACTOR}.kl_loss_coef, with")
+    assert "TRL" not in errors_of("trainer.beta=1")["trainer.beta"]
+
+
+def test_every_key_in_the_table_of_trls_keys_is_one() -> None:
+    named = {
+        word for text in TRL_KEYS.values() for word in re.findall(r"(?:actor_rollout_ref|algorithm|data)\.[.\w]+", text)
+    }
+    assert len(named) >= len(TRL_KEYS) and named <= set(all_keys())
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        (
+            "algorithm.adv_estimator=dapo",
+            "Nearest: grpo with algorithm.filter_groups.enable, actor_rollout_ref.actor.clip_ratio_high and "
+            "reward_model.overlong_buffer.",
+        ),
+        ("algorithm.adv_estimator=gspo", f"gspo is a policy loss: {ACTOR}.policy_loss.loss_mode=gspo."),
+        ("algorithm.adv_estimator=clip-cov", f"clip_cov is a policy loss: {ACTOR}.policy_loss.loss_mode=clip_cov."),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=rloo",
+            "rloo is an advantage estimator: algorithm.adv_estimator=rloo.",
+        ),
+        (f"{ACTOR}.policy_loss.loss_mode=grpo", "Nearest: vanilla."),
+        (f"{ACTOR}.policy_loss.loss_mode=dapo", f"Nearest: vanilla with {ACTOR}.clip_ratio_high."),
+        (f"{ACTOR}.loss_agg_mode=dr_grpo", "Nearest: seq-mean-token-sum-norm."),
+        ("algorithm.rollout_correction.rollout_is=true", "Nearest: token."),
+    ],
+)
+def test_a_name_of_another_library_or_of_another_key_is_answered(override: str, answer: str) -> None:
+    (message,) = errors_of(override).values()
+    assert message.endswith(answer)
 
 
 def test_unknown_keys_of_files_name_their_file(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_later_lineage_writes_beside_the_records_of_an_earlier_one(tiny_run):
 
 def test_going_back_to_data_of_other_content_says_so_and_a_kill_does_not_hide_it(tiny_run, tmp_path):
     cfg = tiny_run(*STEPS[:2])
-    before, _ = run(cfg)
+    run(cfg)
     file = tmp_path / "train.jsonl"
     old, other = file.read_text(), file.read_text().replace("apples", "2 apples")
     file.write_text(other)

@@ -121,6 +121,20 @@ def test_files_that_are_not_here_leave_the_size_unknown(tmp_path: Path) -> None:
     assert count_rows([]) is None
 
 
+def test_training_files_that_are_missing_are_said_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n' * 60)
+    missing = f"data.train_files=[{tmp_path}/b.jsonl,{tmp_path}/nope.jsonl]"
+    assert plan_command([], [*WORKED_EXAMPLE, missing]) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "TRAIN_FILES_MISSING" in line]
+    assert f"no file {tmp_path}/nope.jsonl here" in note and "--train-prompts" in note
+    assert plan_command([], [*WORKED_EXAMPLE, missing], train_prompts=600) == 0
+    assert plan_command([], [*WORKED_EXAMPLE, f"data.train_files={tmp_path}/b.jsonl"]) == 0
+    assert plan_command([], WORKED_EXAMPLE) == 0
+    assert "TRAIN_FILES_MISSING" not in capsys.readouterr().out
+
+
 def test_a_file_that_is_no_parquet_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.parquet").write_text("no")
     assert plan_command([], [*WORKED_EXAMPLE, f"data.train_files={tmp_path}/a.parquet"]) == 2

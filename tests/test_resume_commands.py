@@ -198,5 +198,5 @@ def test_what_cannot_be_trained_or_written_is_refused_before_a_policy_is_rebuilt
     with pytest.raises(ValueError, match="a fork begins with the other run's policy"):
         fork_command(str(the_run.root), "bad", [f"actor_rollout_ref.model.path={tmp_path / 'model'}"])
     assert not (tmp_path / "runs" / "origins").exists()
-    with pytest.raises(StorageError, match="is a file. Name a folder"):
+    with pytest.raises(StorageError, match=r"is a file\. Name a folder"):
         export_command(str(the_run.root), tmp_path / "reward.py", adapter=False)
