@@ -188,14 +188,14 @@ def grpo(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6)
         # Each part sums to 0 over a group, so that the mean over the step is 0 too.
         advantage = _normalised_parts(inputs, cfg, epsilon)
         advantage = advantage / (_deviation(advantage[~np.isnan(outcome)]) + epsilon)
-        return _same_for_every_token(inputs, groups, advantage)
+        return same_for_every_token(inputs, groups, advantage)
     advantage, scale = groups.centred, groups.scale + epsilon
     if cfg.use_leave_one_out_baseline:
         advantage, scale = _against_siblings(groups, outcome, epsilon)
     if cfg.norm_adv_by_std_in_grpo:
         over_batch = cfg.norm_adv_std_over == "batch"
         advantage = advantage / (_deviation(outcome[~np.isnan(outcome)]) + epsilon if over_batch else scale)
-    return _same_for_every_token(inputs, groups, advantage)
+    return same_for_every_token(inputs, groups, advantage)
 
 
 def _against_siblings(groups: Groups, outcome: np.ndarray, epsilon: float) -> tuple[np.ndarray, np.ndarray]:
@@ -233,7 +233,7 @@ def grpo_passk(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float =
             advantage[best] = outcome[best] - outcome[second]
     if cfg.norm_adv_by_std_in_grpo:
         advantage = advantage / (groups.scale + epsilon)
-    return _same_for_every_token(inputs, groups, advantage)
+    return same_for_every_token(inputs, groups, advantage)
 
 
 @estimator("rloo", reads=("normalize_advantages",))
@@ -249,7 +249,7 @@ def rloo(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     advantage = groups.centred * np.where(groups.verdicts >= 2, groups.verdicts / others, 1.0)
     if cfg.normalize_advantages:
         advantage = advantage / (_deviation(advantage[~np.isnan(outcome)]) + 1e-4)
-    return _same_for_every_token(inputs, groups, advantage)
+    return same_for_every_token(inputs, groups, advantage)
 
 
 @estimator("rloo_vectorized")
@@ -257,7 +257,7 @@ def rloo_vectorized(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     """As rloo, but the only member of a group gets 0 instead of its outcome."""
     groups = group_statistics(inputs.outcome, inputs.group)
     factor = np.where(groups.verdicts >= 2, groups.verdicts / np.maximum(groups.verdicts - 1, 1), 0.0)
-    return _same_for_every_token(inputs, groups, groups.centred * factor)
+    return same_for_every_token(inputs, groups, groups.centred * factor)
 
 
 @estimator("opo")
@@ -272,7 +272,7 @@ def opo(inputs: AdvantageInput, cfg: AlgorithmConfig) -> Advantages:
     baseline = np.where(np.isnan(baseline), groups.mean, baseline)
     usable = ~np.isnan(outcome) & ~groups.equal & (groups.verdicts >= 2)
     advantage = np.where(usable, outcome - baseline, np.where(groups.size == 1, groups.centred, 0.0))
-    return _same_for_every_token(inputs, groups, advantage)
+    return same_for_every_token(inputs, groups, advantage)
 
 
 @estimator("gpg")
@@ -283,7 +283,7 @@ def gpg(inputs: AdvantageInput, cfg: AlgorithmConfig, *, f_norm: float = 1.0) ->
     groups = group_statistics(outcome, inputs.group)
     known = outcome[~np.isnan(outcome)]
     alpha = len(known) / max(int(np.count_nonzero(known)), 1)
-    return _same_for_every_token(inputs, groups, alpha * groups.centred / f_norm)
+    return same_for_every_token(inputs, groups, alpha * groups.centred / f_norm)
 
 
 @estimator("maxrl")
@@ -305,7 +305,7 @@ def maxrl(inputs: AdvantageInput, cfg: AlgorithmConfig, *, epsilon: float = 1e-6
         )
     groups = group_statistics(outcome, inputs.group)
     divisor = np.where(groups.verdicts >= 2, groups.mean + epsilon, 1.0)
-    return _same_for_every_token(inputs, groups, groups.centred / divisor)
+    return same_for_every_token(inputs, groups, groups.centred / divisor)
 
 
 @estimator("reinforce_plus_plus", relative=False, reads=("gamma",))
@@ -454,7 +454,7 @@ def _compared_length(mask: Ragged, groups: Groups, judged: np.ndarray) -> np.nda
 # ---------------------------------------------------------------------------------------------------------- the pieces
 
 
-def _same_for_every_token(inputs: AdvantageInput, groups: Groups, advantage: np.ndarray) -> Advantages:
+def same_for_every_token(inputs: AdvantageInput, groups: Groups, advantage: np.ndarray) -> Advantages:
     """Give each sampled token of a sample the sample's advantage."""
     rows = broadcast(advantage, inputs.mask)
     return _result(inputs, groups, rows, rows)
