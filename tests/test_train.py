@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import pyarrow as pa
 import pytest
 from runs import digest, run, tokens
 
-from storage import Ragged, StorageError, open_run, read_table
+from storage import Ragged, RunWriter, StorageError, build_table, open_run
 from storage.checkpoints import checkpoints
 from tasks.data import DataError
 from tasks.engines import transformers_engine
@@ -176,26 +178,22 @@ def test_a_run_killed_in_a_stage_goes_on_at_that_stage_and_ends_with_the_same_we
 
 
 def test_an_update_that_cannot_be_repeated_stops_the_run_and_says_where(tiny_run):
-    cfg = tiny_run("trainer.total_epochs=9")
-    the_run, _ = run(cfg)
-    import shutil
-
+    """The record is made to say that the second optimizer step of step 1 once had another loss and another result."""
+    the_run, _ = run(tiny_run("trainer.total_epochs=9"))
     shutil.rmtree(the_run.root / "checkpoints")
-    manifest = the_run.step(1).attempts("updates")[-1]
-    table = read_table(manifest)
-    from storage.schema import build_table
-
-    changed = {name: table[name] for name in table.column_names}
-    changed["weights_digest"] = [None, "0" * 64]
-    from datetime import UTC, datetime
-
-    from storage import RunWriter
-
+    view = the_run.step(1)
+    table, made = view.table("updates"), view.manifest("updates")
+    columns = {name: table[name].to_pylist() for name in table.column_names}
+    columns["weights_digest"][1], columns["loss"][1] = "0" * 64, 7.0
+    first = next(iter(made.notes["tensors"]))
+    notes = {"tensors": {**made.notes["tensors"], first: "0" * 16}}
     with RunWriter(the_run.root) as writer:
-        writer.commit(
-            1, "updates", build_table("updates", changed), key="k", policy_version=0, started_at=datetime.now(UTC)
-        )
-    with pytest.raises(StageError, match="update 1 was made again from its stored batch and gives other weights"):
+        now = datetime.now(UTC)
+        other = build_table("updates", columns)
+        false = writer.commit(1, "updates", other, key="k", policy_version=0, started_at=now, notes=notes)
+        writer.finish_step(1, {**view.record, "artifacts": {**view.record["artifacts"], "updates": false.digest}})
+    where = rf"gives other weights from its optimizer step 1 on, first in {first} \(1 of \d+ tensors\)"
+    with pytest.raises(StageError, match=where):
         run(tiny_run("trainer.total_training_steps=3", "trainer.total_epochs=9"))
 
 
