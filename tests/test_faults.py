@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import digest, run, tokens
+from tiny_runs import digest, run, tokens
 
 from flows.cli import main
 from flows.run_folder import GoBack

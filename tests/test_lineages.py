@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from runs import digest, run, tokens
+from tiny_runs import digest, run, tokens
 
 from flows.run_folder import GoBack
 from storage import StorageError, open_run

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from runs import run
 from servers import flow_runs, free_port, mlflow_server, slow_door, states, wait_until
+from tiny_runs import run
 
 from flows import show
 from flows.prefect_server import PrefectAPI, _launch, _stop, prefect_api

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from runs import digest, run
+from tiny_runs import digest, run
 
 from flows.gc import gc_command
 from flows.resume import export_command, fork_command, parse_source, resume_command

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from runs import digest, run, tokens
+from tiny_runs import digest, run, tokens
 
 from flows.gc import Retainer, gc_command, retention_of
 from storage import RunLocked, RunWriter, StorageError, build_table, open_run, read_table

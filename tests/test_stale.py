@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from rich.console import Console
-from runs import digest, run, tokens
+from tiny_runs import digest, run, tokens
 
 from flows.show import status
 from flows.stale import differences, stale_reasons

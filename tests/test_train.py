@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from runs import digest, run, tokens
+from tiny_runs import digest, run, tokens
 
 from storage import Ragged, RunWriter, StorageError, build_table, open_run
 from storage.checkpoints import checkpoints

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from runs import digest, run, tokens
+from tiny_runs import digest, run, tokens
 
 from storage import Ragged
 from tasks.algorithms.advantages import row_of_token
