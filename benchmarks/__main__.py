@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("step", "artifact_rates", "memory", "plan")
+BENCHMARKS = ("step", "artifact_rates", "memory", "plan", "recovery")
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or BENCHMARKS:
