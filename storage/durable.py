@@ -97,11 +97,14 @@ def all_or_nothing(folder: Path, what: str) -> Iterator[Path]:
         FileExistsError: another writer has this folder.
         StorageError: the disk is full; nothing of the block is left.
     """
-    folder.mkdir(parents=True)
+    others = folder.exists()
     try:
+        # Within the try: a signal may raise right behind it.
+        folder.mkdir(parents=True)
         yield folder
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not others:
+            shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(no_space(folder.parent, what)) from error
         raise
