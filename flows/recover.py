@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flows.run_folder import config_of
 from storage import Artifact, Run, RunWriter, StorageError
 from storage.checkpoints import Checkpoint, intact_checkpoints
+from storage.retention import last_finished_step
 from tasks.config import RunConfig
 from tasks.stage import Step
 from tasks.update import update
@@ -129,12 +130,3 @@ def planned_steps(run: Run, lineage: int) -> int | None:
     except (OSError, ValueError, KeyError):
         return None
     return steps
-
-
-def last_finished_step(run: Run) -> int:
-    """The last step up to which all steps are finished; 0: none is."""
-    finished = set(run.finished_steps())
-    last = 0
-    while last + 1 in finished:
-        last += 1
-    return last
