@@ -335,7 +335,7 @@ def test_an_outage_in_the_middle_costs_no_time_and_no_value(tmp_path: Path) -> N
             finish_step(run, index)
             tracker.step_finished(index)
         assert time.monotonic() - started < 5.0
-        wait_until(lambda: len(said) == 1)
+        wait_until(lambda: any("does not answer" in line for line in said))
         with mlflow_server(tmp_path / "server", port):
             finish_step(run, 5)
             tracker.step_finished(5)
@@ -343,7 +343,7 @@ def test_an_outage_in_the_middle_costs_no_time_and_no_value(tmp_path: Path) -> N
             assert delivery.waiting == () and delivery.problem is None
             assert history(uri, delivery.mlflow_run_id or "") == [(index, index / 10) for index in range(1, 6)]
             assert client_of(uri).get_run(delivery.mlflow_run_id).info.status == "FINISHED"
-    assert "does not answer" in said[0] and [line for line in said if "answers again" in line]
+    assert [line for line in said if "answers again" in line]
     assert len([line for line in said if "does not answer" in line]) == 1
 
 
@@ -356,7 +356,7 @@ def test_a_server_that_is_dead_from_start_to_end_costs_telemetry_only(tmp_path: 
         for index in (1, 2):
             finish_step(run, index)
             tracker.step_finished(index)
-        wait_until(lambda: len(said) == 1)
+        wait_until(lambda: any("does not answer" in line for line in said))
         started = time.monotonic()
         close(run, "finished")
         delivery = tracker.finish("finished")
