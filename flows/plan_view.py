@@ -17,9 +17,19 @@ from rich.text import Text
 from flows.config import ConfigError, load_config
 from flows.config_layers import LayerError
 from flows.launch_script import LaunchScript, LaunchScriptError, config_of, read_launch_script
-from flows.plan_words import plan_in_words
+from flows.memory_view import (
+    Estimates,
+    device_memory_here,
+    disk_table,
+    estimates,
+    memory_table,
+    model_limits,
+    moved_table,
+    not_trained,
+)
+from flows.plan_words import memory_in_words, plan_in_words
 from tasks.config import RunConfig
-from tasks.geometry import Mesh, ModelLimits, Plan, PlanWarning, StageShape, plan
+from tasks.geometry import Mesh, Plan, PlanWarning, StageShape, plan
 
 _WIDTH_WITHOUT_TERMINAL = 150
 
@@ -32,6 +42,7 @@ def plan_command(
     as_json: bool = False,
     explain: bool = False,
     train_prompts: int | None = None,
+    device_memory_gb: float | None = None,
 ) -> int:
     """Print the plan of a configuration, or of a verl launch script.
 
@@ -42,6 +53,7 @@ def plan_command(
         as_json: print one JSON object.
         explain: print words beside the tables.
         train_prompts: size of the training set; None: counted where its files are here.
+        device_memory_gb: memory of one device, GB of 10^9 bytes; None: that of a GPU of this machine.
 
     Returns:
         0, or 2 where the configuration cannot be loaded or has problems.
@@ -51,14 +63,17 @@ def plan_command(
         answer = plan_of(cfg, train_prompts=train_prompts)
         if train_prompts is None:
             answer = replace(answer, warnings=(*answer.warnings, *_not_counted(cfg)))
+        known = device_memory_here() if device_memory_gb is None else int(device_memory_gb * 1e9)
+        more = estimates(cfg, answer, model_limits(cfg), known)
+        answer = replace(answer, warnings=(*answer.warnings, *more.warnings, *not_trained(cfg, answer)))
     except (ConfigError, LayerError, LaunchScriptError) as error:
         _print_error(error, as_json)
         return 2
     problems = bool(answer.problems or (script and script.problems))
     if as_json:
-        print(json.dumps(_as_json(answer, script), indent=1))
+        print(json.dumps(_as_json(answer, more, script), indent=1))
     else:
-        _print_plan(answer, script, explain)
+        _print_plan(answer, more, script, explain)
     return 2 if problems else 0
 
 
@@ -123,18 +138,6 @@ def _count_rows(path: Path) -> int | None:
     return None
 
 
-def model_limits(cfg: RunConfig) -> ModelLimits:
-    """Limits from the `config.json` of a model folder on this disk, with `override_config` on top."""
-    path = Path(cfg.actor_rollout_ref.model.path or os.devnull).expanduser() / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise LayerError(f"{path}: is not JSON: {error}") from None
-    values = {**values, **(values.get("text_config") or {}), **cfg.actor_rollout_ref.model.override_config}
-    names = ("max_position_embeddings", "num_attention_heads", "num_key_value_heads")
-    return ModelLimits(**{name: values[name] for name in names if isinstance(values.get(name), int)})
-
-
 # --------------------------------------------------------------------------------------------------------------- output
 
 
@@ -150,14 +153,14 @@ def _print_error(error: Exception, as_json: bool) -> None:
         print(f"error: {error}", file=sys.stderr)
 
 
-def _as_json(answer: Plan, script: LaunchScript | None) -> dict[str, Any]:
-    result = answer.as_dict()
+def _as_json(answer: Plan, more: Estimates, script: LaunchScript | None) -> dict[str, Any]:
+    result = answer.as_dict() | more.as_dict()
     if script is not None:
         result["launch_script"] = asdict(script) | {"problems": [asdict(one) for one in script.problems]}
     return result
 
 
-def _print_plan(answer: Plan, script: LaunchScript | None, explain: bool) -> None:
+def _print_plan(answer: Plan, more: Estimates, script: LaunchScript | None, explain: bool) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_WITHOUT_TERMINAL)
@@ -165,8 +168,12 @@ def _print_plan(answer: Plan, script: LaunchScript | None, explain: bool) -> Non
         _print_script(console, script)
     console.print(numbers_table(answer))
     console.print(stages_table(answer))
+    console.print(disk_table(more.disk))
+    if more.memory is not None and more.moved is not None:
+        console.print(memory_table(more.memory))
+        console.print(moved_table(more.moved))
     if explain:
-        _print_lines(console, "In words", plan_in_words(answer))
+        _print_lines(console, "In words", [*plan_in_words(answer), *memory_in_words(more.memory)])
     _print_lines(console, "Refused", (str(problem) for problem in answer.problems))
     _print_lines(console, "To know", (f"{warning.level}: {warning}" for warning in answer.warnings))
 

@@ -5,11 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tasks.geometry import Cut, Plan
+from tasks.geometry.memory import RankMemory
 
 
 def plan_in_words(plan: Plan) -> list[str]:
     """One sentence or two per number that users mix up, in the order in which a step meets them."""
     return [*_of_batches(plan), *_of_mini_batches(plan), *_of_micro_batches(plan), *_of_passes(plan), *_of_run(plan)]
+
+
+def memory_in_words(memory: RankMemory | None) -> list[str]:
+    """What the table of memory says, and what it leaves out; nothing without an estimate."""
+    if memory is None:
+        return []
+    phases = {"generate": "generating", "log_prob": "computing log-probs", "update": "updating"}
+    largest = max(phases, key=memory.phase_bytes)
+    where = "in its process" if memory.on_cpu else "on its device"
+    return [
+        f"A rank holds at most about {memory.phase_bytes(largest) / 1e9:.1f} GB {where}, while {phases[largest]}. This "
+        "is a bound: full micro-batches of sequences of full length, no prompt shared. It leaves out what torch, CUDA "
+        "and NCCL take themselves, and fragmentation.",
+        f"A token of a sampled sequence takes {memory.kv_cache_bytes_per_token:,} bytes of keys and values on one "
+        "device.",
+    ]
 
 
 def plan_in_brief(plan: Plan) -> str:

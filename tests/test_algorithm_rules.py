@@ -12,7 +12,13 @@ from tasks.algorithms.variants import ESTIMATORS, LOSSES
 from tasks.config import RunConfig
 from tasks.geometry import PlanWarning, Problem, plan, with_value
 from tasks.geometry.algorithm_rules import loss_in_force, reward_names
-from tasks.geometry.no_effect import NOWHERE, ON_ONE_DEVICE, SWITCHES
+from tasks.geometry.no_effect import (
+    NOWHERE,
+    ON_ONE_DEVICE,
+    SWITCHES,
+    WITH_TRANSFORMERS,
+    WITH_TRANSFORMERS_ON_ONE_DEVICE,
+)
 
 RECIPES = sorted((Path(__file__).parents[1] / "flows/recipes").glob("*.yaml"))
 SHORT = {
@@ -112,6 +118,11 @@ REFUSALS = [
         "ROLLOUT_LOG_PROBS",
         {"correction.rollout_rs": "token_k2", "correction.rollout_rs_threshold": 1, "rollout.calculate_log_probs": 0},
         {"rollout.calculate_log_probs": False},
+    ),
+    (
+        "ROLLOUT_LOG_PROBS_FILTERED",
+        {"correction.rollout_is": "token", "rollout.name": "vllm", "rollout.temperature": 0.7, "rollout.top_p": 0.9},
+        {"correction.rollout_is": "token", "rollout.name": "vllm", "rollout.temperature": 1.0, "rollout.top_p": 0.9},
     ),
     (
         "TOKEN_BASELINE_IN_BYPASS",
@@ -474,7 +485,7 @@ def test_every_key_that_the_planner_names_is_a_key() -> None:
     keys = [f"algorithm.{name}" for variant in ESTIMATORS.values() for name in variant.reads]
     keys += [f"{SHORT['actor']}.{name}" for variant in LOSSES.values() for name in variant.reads]
     keys += [name for switch in SWITCHES for name in (switch.by, *switch.keys)]
-    for name in {*keys, *ON_ONE_DEVICE, *NOWHERE}:
+    for name in {*keys, *NOWHERE, *ON_ONE_DEVICE, *WITH_TRANSFORMERS, *WITH_TRANSFORMERS_ON_ONE_DEVICE}:
         value: Any = RunConfig()
         for part in name.split("."):
             value = getattr(value, part)

@@ -328,6 +328,8 @@ def test_a_mini_batch_that_ranks_do_not_divide_is_not_rounded_down() -> None:
 def test_sequence_parallelism_needs_packed_sequences_and_matching_heads() -> None:
     example = worked_example(sp=2, packed=False)
     assert only_problem(example).code == "SP_NEEDS_REMOVE_PADDING"
+    eager = worked_example(sp=2, actor_rollout_ref__model__attn_implementation="eager")
+    assert only_problem(eager).code == "SP_ATTENTION"
     heads = ModelLimits(num_attention_heads=15, num_key_value_heads=5)
     assert codes(plan(worked_example(sp=2), model=heads)) == {"SP_HEADS", "SP_KV_HEADS"}
     assert not plan(worked_example(sp=3), model=ModelLimits(num_attention_heads=15, num_key_value_heads=3)).problems
@@ -526,7 +528,7 @@ def legal_configurations(draw: st.DrawFn) -> RunConfig:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(legal_configurations())
 def test_an_accepted_plan_adds_up(cfg: RunConfig) -> None:
     answer = checked_plan(cfg)
@@ -544,7 +546,7 @@ def test_an_accepted_plan_adds_up(cfg: RunConfig) -> None:
         assert share == answer.sequences_per_mini_batch_per_rank
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(legal_configurations())
 def test_a_token_cap_is_never_exceeded_and_never_beats_the_token_count(cfg: RunConfig) -> None:
     answer = checked_plan(cfg)
@@ -557,7 +559,7 @@ def test_a_token_cap_is_never_exceeded_and_never_beats_the_token_count(cfg: RunC
     assert all(real >= by_count for real, by_count in pairs)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(configurations())
 def test_every_value_that_a_refusal_offers_is_accepted(cfg: RunConfig) -> None:
     problems = plan(cfg).problems

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tasks.algorithms.correction_rules import loss_mode, parse_band, parse_rules
 from tasks.algorithms.variants import ESTIMATORS
-from tasks.config import MOST_REWARD, RolloutCorrectionConfig, RunConfig
+from tasks.config import MOST_REWARD, RolloutConfig, RolloutCorrectionConfig, RunConfig
 from tasks.geometry.numbers import Facts, Numbers
 from tasks.geometry.problems import Draft, Rule, Try
 from tasks.geometry.shape_rules import ACTOR, ROLLOUT, SAMPLES, TRAIN_BATCH, samples_try
@@ -290,6 +290,15 @@ def _check_rollout_correction(cfg: RunConfig, numbers: Numbers, facts: Facts) ->
             f"{' and '.join(used)} reads the engine's log-probs, which {key}=false does not keep. Set it to true.",
             "rollout correction needs rollout_log_probs",
         )
+    if used and _behind_filters(cfg.actor_rollout_ref.rollout):
+        keys = tuple(f"{ROLLOUT}.{name}" for name in ("temperature", "top_p", "top_k"))
+        yield Draft(
+            "ROLLOUT_LOG_PROBS_FILTERED",
+            (*keys, *used),
+            f"{' and '.join(used)} compares the engine's log-probs with ours, but at a temperature other than 1 "
+            "vLLM can only say those after top_p and top_k. Set temperature to 1, or top_p=1 and top_k=-1.",
+            "log-probs of the same distribution on both sides",
+        )
     if correction.rollout_is is not None and (fault := _fault_of_band(correction)) is not None:
         yield Draft(
             "ROLLOUT_IS_THRESHOLD",
@@ -305,6 +314,12 @@ def _check_rollout_correction(cfg: RunConfig, numbers: Numbers, facts: Facts) ->
             "rules that there are, and one bound for each or one for all: for k1 low_high with low <= 1 <= high or one "
             "ratio, for k2 and k3 one in nats",
         )
+
+
+def _behind_filters(rollout: RolloutConfig) -> bool:
+    """Whether the engine's log-probs are of the distribution that is left after top-p and top-k."""
+    filtered = rollout.top_p < 1 or rollout.top_k > 0
+    return rollout.name == "vllm" and rollout.do_sample and rollout.temperature not in (0, 1) and filtered
 
 
 def _fault_of_band(correction: RolloutCorrectionConfig) -> str | None:

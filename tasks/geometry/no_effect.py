@@ -18,20 +18,32 @@ MANY_REWARDS = "algorithm.multi_objective_aggregation"
 OVERLONG = "reward_model.overlong_buffer"
 
 ON_ONE_DEVICE = {
-    "data.val_batch_size": "validation goes through the engine in waves of rollout.max_num_seqs",
-    "algorithm.lam": "no critic-free estimator reads it",
     "actor_rollout_ref.actor.fsdp_config.forward_prefetch": "weights are not sharded on one device",
     "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "weights are not sharded on one device",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype": "one device has nothing to reduce over",
+}
+"""Keys that one device does not read, and why."""
+
+WITH_TRANSFORMERS = {
+    "data.val_batch_size": "validation goes through the engine in waves of rollout.max_num_seqs",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "the transformers engine takes the memory it needs",
     "actor_rollout_ref.rollout.enforce_eager": "the transformers engine captures no graphs",
-    "actor_rollout_ref.rollout.free_cache_engine": "the transformers engine frees its cache after every call",
     "actor_rollout_ref.rollout.enable_chunked_prefill": "the transformers engine prefills whole prompts",
     "actor_rollout_ref.rollout.load_format": "the transformers engine samples from the policy's own weights",
+    "actor_rollout_ref.rollout.engine_python": "the transformers engine has no process of its own",
+    "actor_rollout_ref.rollout.engine_startup_s": "the transformers engine has no process of its own",
+    "actor_rollout_ref.rollout.engine_silence_s": "the transformers engine has no process of its own",
+    "actor_rollout_ref.rollout.engine_kwargs": "they are vLLM's",
 }
-"""Keys that one device with the transformers engine does not read, and why."""
+"""Keys that the transformers engine does not read, and why."""
+
+WITH_TRANSFORMERS_ON_ONE_DEVICE = {
+    "actor_rollout_ref.rollout.free_cache_engine": "the transformers engine frees its cache after every call",
+}
+"""What it does not read where it samples from the policy's own weights."""
 
 NOWHERE = {
+    "algorithm.lam": "no critic-free estimator reads it",
     "reward_model.reward_manager": "naive and dapo are the same, and overlong_buffer.enable alone turns the buffer on",
 }
 """verl's keys that nothing here reads, and why."""
@@ -243,15 +255,21 @@ def _switched_off(cfg: RunConfig) -> Iterator[PlanWarning]:
 
 
 def _here(cfg: RunConfig) -> Iterator[PlanWarning]:
-    for key, why in NOWHERE.items():
+    for key, why in _unread_here(cfg).items():
         if _is_set(cfg, key):
             yield _no_effect([key], f"here: {why}")
-    devices = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes
-    if devices > 1 or cfg.actor_rollout_ref.rollout.name != "transformers":
-        return
-    for key, why in ON_ONE_DEVICE.items():
-        if _is_set(cfg, key):
-            yield _no_effect([key], f"here: {why}")
+
+
+def _unread_here(cfg: RunConfig) -> dict[str, str]:
+    """Keys that the devices and the engine of a configuration do not read."""
+    one_device = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes == 1
+    transformers = cfg.actor_rollout_ref.rollout.name == "transformers"
+    return {
+        **NOWHERE,
+        **(ON_ONE_DEVICE if one_device else {}),
+        **(WITH_TRANSFORMERS if transformers else {}),
+        **(WITH_TRANSFORMERS_ON_ONE_DEVICE if one_device and transformers else {}),
+    }
 
 
 def _no_effect(keys: list[str], when: str, level: Literal["warning", "info"] = "info") -> PlanWarning:

@@ -8,18 +8,36 @@ prompt and response.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from tasks.config import RunConfig
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the planner has to know of a model; None: unknown, and not checked."""
+    """What the planner has to know of a model: its limits and its sizes, by the names of `config.json`; None: unknown.
+
+    Limits that are unknown are not checked. Sizes that are unknown leave the estimate of memory away.
+    """
 
     max_position_embeddings: int | None = None
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
+    model_type: str | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
+    head_dim: int | None = None
+    vocab_size: int | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    """Another word for `num_experts`."""
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    decoder_sparse_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +175,7 @@ def count(cfg: RunConfig, facts: Facts) -> Numbers:
     sp = actor.ulysses_sequence_parallel_size
     dp = divided(world, sp)
     replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-    replicas = divided(world, replica)
+    replicas = divided(prod(cfg.sampling_devices), replica)
     n = rollout.n
     gen = cfg.data.gen_batch_size or cfg.data.train_batch_size
     prompts = cfg.data.train_batch_size if cfg.algorithm.filter_groups.enable else gen

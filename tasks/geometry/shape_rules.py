@@ -7,7 +7,7 @@ Sequences are spread over ranks exactly: a remainder is refused, not padded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, gcd
+from math import ceil, gcd, prod
 
 from pydantic import BaseModel
 
@@ -51,6 +51,15 @@ def _check_sequence_parallel(cfg: RunConfig, numbers: Numbers, facts: Facts) -> 
             (SP, key),
             f"{SP}={sp} cuts packed sequences, and {key}=false leaves them padded. Set {key}=true, or {SP}=1.",
             "sequence parallelism needs packed sequences",
+            tries,
+        )
+    if sp > 1 and cfg.actor_rollout_ref.model.attn_implementation == "eager":
+        key = "actor_rollout_ref.model.attn_implementation"
+        yield Draft(
+            "SP_ATTENTION",
+            (SP, key),
+            f"{SP}={sp} cuts packed sequences, which {key}=eager does not compute. Leave it out, set sdpa, or {SP}=1.",
+            "sequence parallelism needs sdpa, flash_attention_2 or no choice of attention",
             tries,
         )
     heads, kv_heads = facts.model.num_attention_heads, facts.model.num_key_value_heads
@@ -106,8 +115,8 @@ def _check_fsdp_size(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator
 
 
 def _check_rollout_parallel(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
-    rollout, world = cfg.actor_rollout_ref.rollout, numbers.world_size
-    size, node = numbers.devices_per_rollout_replica, cfg.trainer.n_gpus_per_node
+    rollout, world = cfg.actor_rollout_ref.rollout, prod(cfg.sampling_devices)
+    size, node = numbers.devices_per_rollout_replica, cfg.sampling_devices[1]
     stages = rollout.pipeline_model_parallel_size
     tries = (Try(TP, numbers.tp_size, *divisors(world, numbers.tp_size)),)
     keys = (TP, f"{ROLLOUT}.data_parallel_size", DEVICES, NODES)
