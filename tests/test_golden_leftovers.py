@@ -14,7 +14,7 @@ from tasks.algorithms.aggregation import Totals, masked_sum
 from tasks.config import RunConfig
 from tasks.engines.protocol import Sampling
 from tasks.engines.transformers_engine import TransformersEngine
-from tasks.workers.forward import response_log_probs, sum_pi_squared, to_device, token_log_probs
+from tasks.workers.forward import Layout, response_log_probs, sum_pi_squared, to_device, token_log_probs
 from tasks.workers.policy import PolicyWorker
 from tasks.workers.sequences import Sequences
 
@@ -125,7 +125,7 @@ def test_the_logits_before_a_response_token_predict_it_as_in_verl(case):
         logits=lambda hidden: hidden,
     )
     batch = to_device(seqs, np.arange(rows), torch.device("cpu"))
-    got, *_ = response_log_probs(model, batch, temperature=1.0, share_prompts=False, entropy=False)
+    got, *_ = response_log_probs(model, batch, temperature=1.0, layout=Layout.PADDED, entropy=False)
     check(case, got.reshape(rows, -1), values(case, "expected")["out"])
 
 

@@ -25,6 +25,7 @@ from tasks.algorithms.losses import (
 from tasks.algorithms.token_masks import highest_entropy, near_the_sampler
 from tasks.algorithms.variants import LOSSES
 from tasks.config import ActorConfig, LossAggregation, PolicyLossConfig, RolloutCorrectionConfig, RunConfig
+from tasks.workers.forward import Layout
 from tasks.workers.mini_batch import MiniBatch, Signals
 
 OFF = RolloutCorrectionConfig()
@@ -322,7 +323,7 @@ def test_a_mini_batch_knows_its_tokens_by_their_place_in_the_step_and_the_mask_b
     signals = Signals(
         nothing, mask, nothing, None, nothing, np.zeros(3, np.int64), in_loss=np.array([True, False, True])
     )
-    batch = MiniBatch(RunConfig(), SimpleNamespace(device="cpu"), None, signals, share_prompts=False)
+    batch = MiniBatch(RunConfig(), SimpleNamespace(device="cpu"), None, signals, layout=Layout.PADDED)
     rows = np.array([2, 0, 1])
     assert batch._token_numbers(rows, 3).tolist() == [[5, 6, 7], [0, 1, 2], [2, 3, 4]]
     assert batch._before_rejection(rows, 3).tolist() == [[True, False, False], [True, True, False], [False] * 3]
@@ -356,7 +357,7 @@ PAIRS = [(m, c) for m in LOSSES for c in CORRECTIONS if m == "vanilla" or not CO
 
 @pytest.mark.parametrize(("mode", "correction"), PAIRS)
 @pytest.mark.parametrize("aggregation", get_args(LossAggregation))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=SEEDS, options=st.sampled_from(list(OPTIONS)))
 def test_loss_and_gradient_do_not_depend_on_cut_and_order(mode, aggregation, correction, options, seed):
     correction = CORRECTIONS[correction]
@@ -395,7 +396,7 @@ LOG_PROBS = st.lists(st.one_of(st.floats(-1e4, 0, width=32), st.sampled_from([0.
 
 
 @pytest.mark.parametrize("mode", LOSSES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=SEEDS,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

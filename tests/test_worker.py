@@ -13,7 +13,7 @@ from storage.ragged import Ragged
 from tasks.config import RunConfig
 from tasks.stage import NonFiniteError
 from tasks.workers import forward
-from tasks.workers.forward import response_log_probs, to_device
+from tasks.workers.forward import Layout, response_log_probs, to_device
 from tasks.workers.mini_batch import MiniBatch
 from tasks.workers.optim import optimizer_tensors
 from tasks.workers.policy import PolicyWorker, Signals, choose_device
@@ -65,10 +65,10 @@ def ready(cfg, seqs=None):
 
 
 def loss_and_gradients(worker, seqs, signals, micro):
-    share = worker.shares_prompts(training=True)
+    layout = worker.layout(training=True)
     worker.model.network.zero_grad()
     with worker.model.computing():
-        batch = MiniBatch(worker.cfg, worker.model, seqs, signals, share_prompts=share)
+        batch = MiniBatch(worker.cfg, worker.model, seqs, signals, layout=layout)
         result = batch.accumulate(np.arange(len(seqs.responses)), micro, "here")
     return result, {n: p.grad.clone() for n, p in worker.model.network.named_parameters()}
 
@@ -130,7 +130,7 @@ def test_loss_and_gradient_are_the_same_with_and_without_shared_prompts_and_chec
         model = {"attn_implementation": attention, "enable_gradient_checkpointing": checkpointing}
         actor = {"use_prefix_grouper": share, "use_kl_loss": True, "entropy_coeff": 0.02}
         worker, seqs, signals = ready(config(folder, model=model, actor=actor))
-        assert worker.shares_prompts(training=True) == (share and not checkpointing)
+        assert (worker.layout(training=True) is Layout.SHARED_PROMPTS) == (share and not checkpointing)
         results.append(loss_and_gradients(worker, seqs, signals, MicroBatching(6, None)))
     (first, gradients), *rest = results
     for other, others in rest:
@@ -222,7 +222,7 @@ def test_log_probs_are_the_models_own_for_capped_and_scaled_logits_and_sliding_w
     worker = worker_of(config(folder, model={"dtype": "float32"}))
     got = worker.log_probs(seqs, MicroBatching(4, None), temperature=1.0)
     np.testing.assert_allclose(got.log_probs.values, by_hand(folder, seqs, 1.0)[0], atol=2e-5)
-    assert worker.shares_prompts(training=False) == (model_type in ("cohere", "granite"))
+    assert (worker.layout(training=False) is Layout.SHARED_PROMPTS) == (model_type in ("cohere", "granite"))
 
 
 def test_a_model_with_an_unknown_rule_for_its_logits_is_refused(tiny_model):
@@ -236,8 +236,8 @@ def test_shared_and_unshared_prompts_agree_in_float64(tiny_model):
     batch = to_device(seqs, np.arange(10), torch.device("cpu"))
     with torch.no_grad(), worker.model.computing():
         both = [
-            response_log_probs(worker.model, batch, temperature=1.0, share_prompts=share, entropy=True, squares=True)
-            for share in (True, False)
+            response_log_probs(worker.model, batch, temperature=1.0, layout=layout, entropy=True, squares=True)
+            for layout in (Layout.SHARED_PROMPTS, Layout.PADDED)
         ]
     for shared, alone in zip(*both, strict=True):
         assert shared.dtype == torch.float64

@@ -16,7 +16,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from storage.durable import StorageError, no_space, sync_file, sync_folder
 from storage.prepared import new_folder
-from tasks.workers.model import CausalModel, without_progress_bar
+from tasks.config import FSDPConfig
+from tasks.workers.mesh import Mesh
+from tasks.workers.model import CausalModel, load_model, without_progress_bar
 from tasks.workers.weights import files_bytes, full_disk_as_os_error, usual_mode
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ def export_policy(worker: PolicyWorker, tokenizer: Any, folder: Path, *, adapter
     Weights keep their type. A LoRA adapter is merged into a copy of the weights it belongs to, in host memory; in
     bfloat16 the sums are rounded, which the adapter alone is not. The worker is not changed.
 
+    In a mesh all ranks call this; rank 0 gathers the weights one by one into a whole model in its host memory, and
+    writes that.
+
     Args:
         worker: holds the policy.
         tokenizer: that of the run.
@@ -43,22 +48,54 @@ def export_policy(worker: PolicyWorker, tokenizer: Any, folder: Path, *, adapter
         ValueError: the folder is in use, or an adapter is asked for and there is none.
         StorageError: the disk is too full; nothing of the export is left.
     """
-    model = worker.model
-    if adapter and not model.adapter:
+    if adapter and not worker.model.adapter:
         raise ValueError(
             "only the LoRA adapter is to be exported, but this policy has none: actor_rollout_ref.model.lora_rank is 0 "
             "and lora_adapter_path is not set. Export the whole policy."
         )
+    problem: Exception | None = None
+    model = _whole_model(worker)
+    try:
+        if model is not None:
+            _write(model, tokenizer, folder, adapter, f"the export of policy {worker.policy_version}")
+    except Exception as error:
+        problem = error
+    worker.mesh.agree(problem)
+
+
+def _whole_model(worker: PolicyWorker) -> CausalModel | None:
+    """The policy in one piece: on rank 0; None on the others."""
+    mesh, policy = worker.mesh, worker.cfg.actor_rollout_ref
+    if mesh.world_size == 1:
+        return worker.model
+    model, problem = None, None
+    if mesh.rank == 0:
+        try:
+            # Host memory: the device need not hold a whole model, and its attention need not exist here.
+            model_cfg = policy.model.model_copy(update={"attn_implementation": None})
+            host = Mesh.alone(torch.device("cpu"))
+            model = load_model(model_cfg, FSDPConfig(), host, worker.cfg.trainer.seed, frozen=True)
+        except Exception as error:
+            problem = error
+    mesh.agree(problem)
+    places = {} if model is None else dict(model.module.named_parameters())
+    for name, value in worker.full_weights():
+        if model is not None:
+            places[name].copy_(value)
+    return model
+
+
+def _write(model: CausalModel, tokenizer: Any, folder: Path, adapter: bool, what: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not empty. Remove it, or export to another folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    what = f"the export of policy {worker.policy_version}"
-    needed = files_bytes({n: p for n, p in model.module.named_parameters() if p.requires_grad or not adapter})
+    written = {n: p for n, p in model.module.named_parameters() if not adapter or "lora_" in n}
+    needed = files_bytes(written)
     if shutil.disk_usage(folder.parent).free < needed:
         raise StorageError(no_space(folder.parent, what, needed))
     with new_folder(folder, what) as aside:
         with full_disk_as_os_error(aside), without_progress_bar():
-            _save_adapter(model, aside) if adapter else _save_whole(model, aside)
+            _save_adapter(model, aside) if adapter else save_whole(model, aside)
             _save_tokenizer(tokenizer, aside)
         for path in aside.iterdir():
             usual_mode(path)
@@ -68,7 +105,7 @@ def export_policy(worker: PolicyWorker, tokenizer: Any, folder: Path, *, adapter
         sync_folder(folder.parent)
 
 
-def _save_whole(model: CausalModel, folder: Path) -> None:
+def save_whole(model: CausalModel, folder: Path) -> None:
     """config.json, generation_config.json and the weights; a weight that is tied to another is written once."""
     network = _merged(model) if model.adapter else model.network
     with _any_generation_config(network) as generation:

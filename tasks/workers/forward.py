@@ -1,23 +1,48 @@
 """From sequences to the log-prob and entropy of every response token: one forward pass over one micro-batch.
 
-Rows are padded on the right to the longest of the micro-batch. Attention is causal, so padding behind a sequence cannot
-reach it. The last response token is predicted but never fed.
+A micro-batch lies in memory in one of three layouts. Where rows are padded, they are so on the right: attention is
+causal, so padding behind a sequence cannot reach it. The last response token is predicted but never fed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from storage.ragged import Ragged
+from tasks.workers.layout import Layout
 from tasks.workers.model import CausalModel, recompute_in_backward
+from tasks.workers.packed import pack
 from tasks.workers.sequences import Sequences
+from tasks.workers.ulysses import numbers_of_all, require_sequence_parallel
+
+if TYPE_CHECKING:
+    from tasks.workers.mesh import Mesh
 
 CHUNK_LOGITS = 2**24
 """Logits that are held at a time: 64 MiB in float32."""
+
+
+def choose_layout(model: CausalModel, *, share_prompts: bool, remove_padding: bool, sp_size: int = 1) -> Layout:
+    """The layout that is least work among those that the model and the configuration allow.
+
+    Args:
+        model: loaded.
+        share_prompts: `actor.use_prefix_grouper`, and no layer is recomputed: those take no key/value cache.
+        remove_padding: `model.use_remove_padding`.
+        sp_size: ranks that share a row, which is a packed one.
+
+    Raises:
+        ValueError: so many ranks cannot share this model's sequences.
+    """
+    packs = remove_padding and model.packs
+    require_sequence_parallel(model, sp_size, packs=packs)
+    if share_prompts and model.full_attention and sp_size == 1:
+        return Layout.SHARED_PROMPTS
+    return Layout.PACKED if packs else Layout.PADDED
 
 
 class TokenNumbers(NamedTuple):
@@ -59,6 +84,17 @@ class MicroBatch:
         """[n] the response tokens."""
         return self.responses.flatten().index_select(0, self.tokens)
 
+    def response_places(self) -> torch.Tensor:
+        """[B, R] place of each response token in its sequence."""
+        lengths = self.prompt_lengths.index_select(0, self.group)
+        return lengths.unsqueeze(1) + torch.arange(self.responses.shape[1], device=lengths.device)
+
+    def whole_sequences(self) -> torch.Tensor:
+        """[B, P + R] prompts and behind them responses, right-padded."""
+        prompts = self.prompts.index_select(0, self.group)
+        prompts = torch.nn.functional.pad(prompts, (0, self.responses.shape[1]))
+        return prompts.scatter(1, self.response_places(), self.responses)
+
     def padded(self, values: torch.Tensor) -> torch.Tensor:
         """[n] values of the response tokens to [B, R], 0 at padding."""
         flat = values.new_zeros(self.responses.numel())
@@ -88,35 +124,52 @@ def response_log_probs(
     batch: MicroBatch,
     *,
     temperature: float,
-    share_prompts: bool,
+    layout: Layout,
     entropy: bool,
     squares: bool = False,
+    mesh: Mesh | None = None,
 ) -> TokenNumbers:
     """Log-prob of every response token of a micro-batch, and of the distribution it was drawn from what is asked for.
 
+    With sharded weights each call of the decoder is a collective. So in a mesh all ranks call this equally often,
+    within `model.in_one_forward`, each with at least one response token. Decoder and head are then called equally often
+    too, forward and backward, whatever the lengths are.
+
     Args:
         model: within its `computing()`.
-        batch: B rows with n response tokens.
+        batch: B rows with n response tokens. Ranks that share sequences have the same one.
         temperature: logits are divided by it.
-        share_prompts: compute a prompt once for all its rows; `model.full_attention` alone, and without recomputed
-            layers where gradients are wanted.
+        layout: as `choose_layout` allows.
         entropy: also return the entropy.
         squares: also return the sum of squared probabilities.
+        mesh: of several ranks; None: this process is alone. Ranks that share sequences all get the numbers of all n
+            tokens, and each passes back the gradient of those it computed (see `numbers_of_all`).
     """
     if batch.tokens.numel() == 0:
         none = torch.zeros(0, dtype=torch.promote_types(model.dtype, torch.float32), device=batch.tokens.device)
         return TokenNumbers(none, none if entropy else None, none if squares else None)
-    hidden = (_hidden_with_shared_prompts if share_prompts else _hidden_of_whole_sequences)(model, batch)
-    return token_log_probs(model, hidden, batch.targets, temperature=temperature, entropy=entropy, squares=squares)
+    wanted = _Wanted(temperature, entropy, squares)
+    if layout is Layout.PACKED:
+        return _numbers_of_packed_sequences(model, batch, wanted, mesh)
+    if layout is Layout.SHARED_PROMPTS:
+        hidden = _hidden_with_shared_prompts(model, batch, always_two_calls=mesh is not None and mesh.world_size > 1)
+    else:
+        hidden = _hidden_of_whole_sequences(model, batch)
+    return token_log_probs(model, hidden, batch.targets, **wanted._asdict())
+
+
+class _Wanted(NamedTuple):
+    """What `token_log_probs` is asked for."""
+
+    temperature: float
+    entropy: bool
+    squares: bool
 
 
 def _hidden_of_whole_sequences(model: CausalModel, batch: MicroBatch) -> torch.Tensor:
     """[n, hidden] states that predict the response tokens, each sequence computed as a whole."""
     lengths = batch.prompt_lengths.index_select(0, batch.group)
-    steps = torch.arange(batch.responses.shape[1], device=lengths.device)
-    places = lengths.unsqueeze(1) + steps
-    ids = batch.prompts.index_select(0, batch.group)
-    ids = torch.nn.functional.pad(ids, (0, batch.responses.shape[1])).scatter(1, places, batch.responses)
+    ids, places = batch.whole_sequences(), batch.response_places()
     width = int((lengths + batch.response_lengths).max()) - 1
     hidden = model.hidden(ids[:, :width])
     rows = torch.arange(len(ids), device=lengths.device).unsqueeze(1) * width
@@ -124,17 +177,43 @@ def _hidden_of_whole_sequences(model: CausalModel, batch: MicroBatch) -> torch.T
     return hidden.flatten(0, 1).index_select(0, flat)
 
 
-def _hidden_with_shared_prompts(model: CausalModel, batch: MicroBatch) -> torch.Tensor:
+def _numbers_of_packed_sequences(
+    model: CausalModel, batch: MicroBatch, wanted: _Wanted, mesh: Mesh | None
+) -> TokenNumbers:
+    """The numbers from one packed row, or from this rank's chunk of it and the other ranks'."""
+    row = pack(batch, mesh)
+    places, targets, group = row.places, batch.targets.index_select(0, row.own), row.packing.group
+    if len(places) == 0:
+        # Nothing is predicted here, but the chunk's states feed the others' attention, and they wait for its backward.
+        places = targets = torch.zeros(1, dtype=torch.int64, device=targets.device)
+    hidden = row.hidden(model).index_select(0, places)
+    numbers = token_log_probs(model, hidden, targets, **wanted._asdict())
+    if group is None:
+        return numbers
+    own = torch.stack([column for column in numbers if column is not None])[:, : len(row.own)]
+    everybodys = iter(numbers_of_all(own, row.own, batch.tokens.numel(), group))
+    log_probs, *more = (None if column is None else next(everybodys) for column in numbers)
+    assert log_probs is not None
+    return TokenNumbers(log_probs, *more)
+
+
+def _hidden_with_shared_prompts(model: CausalModel, batch: MicroBatch, *, always_two_calls: bool) -> torch.Tensor:
     """[n, hidden] states that predict the response tokens, each prompt computed once.
 
     The prompt's keys and values, with their gradient, are repeated for its rows. Its last state predicts the first
     response token.
+
+    Args:
+        model: within its `computing()`.
+        batch: B rows.
+        always_two_calls: of the decoder, also where every response is one token, which is predicted but not fed.
     """
     cache = model.new_cache()
     prompt = model.hidden(batch.prompts, past_key_values=cache)
     ends = torch.arange(len(batch.prompts), device=prompt.device) * prompt.shape[1] + batch.prompt_lengths - 1
     first = prompt.flatten(0, 1).index_select(0, ends).index_select(0, batch.group).unsqueeze(1)
-    fed = batch.responses.shape[1] - 1
+    needed = batch.responses.shape[1] - 1
+    fed = max(needed, 1) if always_two_calls else needed
     if fed == 0:
         return first.flatten(0, 1).index_select(0, batch.tokens)
     repeat_rows(cache, batch.group)
@@ -146,6 +225,7 @@ def _hidden_with_shared_prompts(model: CausalModel, batch: MicroBatch) -> torch.
         position_ids=lengths.unsqueeze(1) + steps,
         attention_mask=mask_after_prompts(model, lengths, batch.prompts.shape[1], fed),
     )
+    rest = rest if fed == needed else rest[:, :needed]
     return torch.cat([first, rest], dim=1).flatten(0, 1).index_select(0, batch.tokens)
 
 

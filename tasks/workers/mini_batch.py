@@ -3,7 +3,8 @@
     loss = policy loss + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy
 
 Each term is aggregated over the whole mini-batch: the counts it is divided by are taken before the cut, so that the sum
-over micro-batches is the mini-batch's loss, and its gradient, however it is cut.
+over micro-batches and ranks is the mini-batch's loss, and its gradient, however it is cut. In a mesh every rank holds
+the signals of the whole mini-batch and computes its own rows; the sums are those of all ranks.
 """
 
 from __future__ import annotations
@@ -30,35 +31,11 @@ from tasks.algorithms.losses import (
 )
 from tasks.config import RunConfig
 from tasks.stage import NonFiniteError
-from tasks.workers.forward import MicroBatch, TokenNumbers, pad, response_log_probs, to_device
+from tasks.workers.forward import Layout, MicroBatch, TokenNumbers, pad, response_log_probs, to_device
+from tasks.workers.mesh import Mesh
 from tasks.workers.model import CausalModel
-from tasks.workers.sequences import MicroBatching, Sequences, cut
-
-
-@dataclass(frozen=True, eq=False)
-class Signals:
-    """What the loss needs of each response token; N rows each, aligned with the responses.
-
-    Attributes:
-        advantages: advantage.
-        loss_mask: bool, true: the token takes part in the loss.
-        old_log_probs: denominator of the ratio.
-        ref_log_probs: for the KL in the loss; None: there is none.
-        rollout_is_weights: importance weights of rollout correction; None: all 1.
-        group: [N] which prompt each row answers.
-        rollout_log_probs: of the sampler, for `off_policy_mask_threshold`; None: there are none.
-        in_loss: [N] bool, false: no token of the row is in the loss, for another reason than that rollout correction
-            rejected it. None: nothing was rejected.
-    """
-
-    advantages: Ragged
-    loss_mask: Ragged
-    old_log_probs: Ragged
-    ref_log_probs: Ragged | None
-    rollout_is_weights: Ragged | None
-    group: np.ndarray
-    rollout_log_probs: Ragged | None = None
-    in_loss: np.ndarray | None = None
+from tasks.workers.sequences import MicroBatching, Sequences, Share, Turn, share_out
+from tasks.workers.signals import Signals
 
 
 @dataclass
@@ -74,6 +51,16 @@ class Sums:
     log_ratio_max: float = 0.0
     token_metrics: dict[str, float] = field(default_factory=dict)
 
+    def over_ranks(self, mesh: Mesh) -> Sums:
+        """The same of all data-parallel ranks together; each has the same metrics."""
+        names = sorted(self.token_metrics)
+        added = [self.loss, self.pg_loss, self.kl_loss, self.entropy, self.kl_clamped]
+        summed = mesh.sum(np.asarray(added + [self.token_metrics[name] for name in names])).tolist()
+        ratio_max, log_ratio_max = mesh.max(np.asarray([self.ratio_max, self.log_ratio_max])).tolist()
+        loss, pg_loss, kl_loss, entropy, kl_clamped = summed[: len(added)]
+        metrics = dict(zip(names, summed[len(added) :], strict=True))
+        return Sums(loss, pg_loss, kl_loss, entropy, kl_clamped, ratio_max, log_ratio_max, metrics)
+
 
 @dataclass(frozen=True)
 class Accumulated:
@@ -83,7 +70,7 @@ class Accumulated:
         skipped: why there is no gradient; None: there is.
         sequences: rows.
         tokens: response tokens in the loss.
-        micro_batches: forward/backward passes.
+        micro_batches: forward/backward passes of each rank.
         sums: losses, and sums over loss tokens of the metrics.
         measured: further metrics of the mini-batch by their whole name.
     """
@@ -141,32 +128,64 @@ class Piece:
     weights: torch.Tensor
 
 
+def forward(model: CausalModel, rows: MicroBatch, mesh: Mesh, **how: Any) -> TokenNumbers:
+    """`response_log_probs` as one forward pass of the whole model, sharded or not."""
+    return model.in_one_forward(response_log_probs, model, rows, mesh=mesh, **how)
+
+
 class MiniBatch:
     """One mini-batch of M rows: prepared as a whole, then differentiated micro-batch by micro-batch."""
 
     def __init__(
-        self, cfg: RunConfig, model: CausalModel, sequences: Sequences, signals: Signals, *, share_prompts: bool
+        self,
+        cfg: RunConfig,
+        model: CausalModel,
+        sequences: Sequences,
+        signals: Signals,
+        *,
+        layout: Layout,
+        mesh: Mesh | None = None,
     ) -> None:
-        self._cfg, self._model, self._sequences, self._signals = cfg, model, sequences, signals
+        """Nothing is computed yet.
+
+        Args:
+            cfg: the run's configuration.
+            model: the policy.
+            sequences: N sequences.
+            signals: N rows each.
+            layout: of a micro-batch in the forward pass.
+            mesh: this rank's; None: one process.
+        """
+        self._cfg, self._model, self._mesh = cfg, model, mesh or Mesh.alone(model.device)
+        self._sequences, self._signals = sequences, signals
         self._actor, self._correction = cfg.actor_rollout_ref.actor, cfg.algorithm.rollout_correction
-        self._share_prompts = share_prompts
+        self._layout = layout
         rollout = cfg.actor_rollout_ref.rollout
         self._temperature = rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
     def accumulate(self, rows: np.ndarray, micro: MicroBatching, where: str) -> Accumulated:
-        """Add the mini-batch's gradient to the weights' `grad`.
+        """Add the mini-batch's gradient to the weights' `grad`; collective.
+
+        A rank whose loss is not finite goes on until all have computed their rows; then all raise.
 
         Args:
             rows: [M] numbers of its sequences.
-            micro: how it is cut.
+            micro: how a rank's rows are cut.
             where: names the optimizer step in messages.
 
         Raises:
             NonFiniteError: a log-prob or the loss is not finite.
         """
-        parts = cut(self._sequences, rows, micro, share_prompts=self._share_prompts)
-        rows = np.concatenate(parts)
-        batch, reference = self._whole(rows, parts)
+        share = share_out(
+            self._sequences,
+            rows,
+            micro,
+            self._mesh.dp_size,
+            balance=self._cfg.trainer.balance_batch,
+            layout=self._layout,
+        )
+        rows, turns = share.order, share.turns(self._mesh.dp_rank)
+        batch, reference = self._whole(rows, share, turns)
         tokens = int(batch.mask.sum())
         if (reason := why_skipped(batch)) is not None:
             return Accumulated(reason, len(rows), tokens, 0, Sums(), batch.measured)
@@ -174,34 +193,29 @@ class MiniBatch:
         scale = float(self._actor.loss_scale_factor or self._cfg.response_length)
         policy_mode, mode = aggregation_mode(self._actor, self._correction), self._actor.loss_agg_mode
         weights = [torch.from_numpy(row_weights(totals, m, scale=scale)) for m in (policy_mode, mode)]
-        sums, start = Sums(), 0
-        for numbers in parts:
-            chosen = slice(start, start + len(numbers))
-            start += len(numbers)
-            piece = self._piece(numbers, batch, reference, chosen, [w[chosen] for w in weights])
-            if piece.rows.tokens.numel():
-                self._differentiate(piece, sums, where)
-        return Accumulated(None, len(rows), tokens, len(parts), sums, batch.measured)
+        sums, problems = Sums(), []
+        for turn in turns:
+            piece = self._piece(turn, batch, reference, [w[turn.places] for w in weights])
+            problems.append(self._differentiate(piece, sums, where))
+        self._mesh.agree(next((problem for problem in problems if problem is not None), None))
+        return Accumulated(None, len(rows), tokens, share.micro_batches, sums.over_ranks(self._mesh), batch.measured)
 
     def _piece(
-        self,
-        numbers: np.ndarray,
-        batch: LossBatch,
-        reference: torch.Tensor | None,
-        chosen: slice,
-        weights: list[torch.Tensor],
+        self, turn: Turn, batch: LossBatch, reference: torch.Tensor | None, weights: list[torch.Tensor]
     ) -> Piece:
-        """Some rows of the mini-batch, cut to the longest response among them."""
-        rows = to_device(self._sequences, numbers, self._model.device)
-        width = rows.responses.shape[1]
+        """Some rows of the mini-batch, cut to the longest response among them; of an idle turn none is in the loss."""
+        rows = to_device(self._sequences, turn.rows, self._model.device)
+        chosen, width = turn.places, rows.responses.shape[1]
         tensors = {f.name: getattr(batch, f.name) for f in fields(LossBatch)}
         part: dict[str, Any] = {
             name: value[chosen, :width] if isinstance(value, torch.Tensor) else value for name, value in tensors.items()
         }
+        if turn.idle:
+            part["mask"], weights = torch.zeros_like(part["mask"]), [torch.zeros_like(w) for w in weights]
         reference = None if reference is None else reference[chosen, :width]
-        return Piece(numbers, rows, LossBatch(**part), reference, weights[0], weights[1])
+        return Piece(turn.rows, rows, LossBatch(**part), reference, weights[0], weights[1])
 
-    def _whole(self, rows: np.ndarray, parts: list[np.ndarray]) -> tuple[LossBatch, torch.Tensor | None]:
+    def _whole(self, rows: np.ndarray, share: Share, turns: list[Turn]) -> tuple[LossBatch, torch.Tensor | None]:
         """The mini-batch without its new log-probs, settled as a whole; and its reference log-probs."""
         signals, device = self._signals, self._model.device
         padded = {
@@ -211,7 +225,7 @@ class MiniBatch:
         }
         current, entropy = padded["old_log_probs"], None
         if needs_current_log_probs(self._actor, self._correction) or needs_entropy(self._actor):
-            current, entropy = self._current(parts, current.shape[1])
+            current, entropy = self._current(share, turns, current.shape[1])
         batch = LossBatch(
             log_probs=current,
             old_log_probs=padded["old_log_probs"],
@@ -237,27 +251,31 @@ class MiniBatch:
         lengths = self._signals.loss_mask.lengths[rows] * self._signals.in_loss[rows]
         return torch.from_numpy(np.arange(width) < lengths[:, None]).to(self._model.device)
 
-    def _current(self, parts: list[np.ndarray], width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[M, width] log-probs, and entropies where they are needed, of the policy as it is now."""
-        wanted = needs_entropy(self._actor)
-        columns: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    def _current(self, share: Share, turns: list[Turn], width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[M, width] log-probs, and entropies where they are needed, of the policy as it is now, from all ranks."""
+        wanted, device = needs_entropy(self._actor), self._model.device
+        wide = torch.promote_types(self._model.compute_dtype, torch.float32)
+        columns: tuple[list[torch.Tensor], ...] = tuple([torch.empty(0, dtype=wide, device=device)] for _ in "12")
         with torch.no_grad():
-            for part in parts:
-                rows = to_device(self._sequences, part, self._model.device)
-                numbers = self._forward(rows, entropy=wanted)
+            for turn in turns:
+                numbers = self._forward(to_device(self._sequences, turn.rows, device), entropy=wanted)
                 for column, values in zip(columns, numbers, strict=False):
-                    if values is not None:
-                        padded = rows.padded(values)
-                        column.append(torch.nn.functional.pad(padded, (0, width - padded.shape[1])))
-        return torch.cat(columns[0]), torch.cat(columns[1]) if wanted else None
+                    if values is not None and not turn.idle:
+                        column.append(values)
+        lengths = share.lengths[share.order]
+        inside = torch.from_numpy(np.arange(width) < lengths[:, None]).to(device)
+        padded = []
+        for column in columns[: 1 + wanted]:
+            values = self._mesh.gather(torch.cat(column), share.tokens)
+            padded.append(torch.zeros(inside.shape, dtype=wide, device=device).masked_scatter(inside, values))
+        return padded[0], padded[1] if wanted else None
 
     def _forward(self, rows: MicroBatch, *, entropy: bool) -> TokenNumbers:
-        return response_log_probs(
-            self._model, rows, temperature=self._temperature, share_prompts=self._share_prompts, entropy=entropy
-        )
+        how = {"layout": self._layout, "temperature": self._temperature, "entropy": entropy}
+        return forward(self._model, rows, self._mesh, **how)
 
-    def _differentiate(self, piece: Piece, sums: Sums, where: str) -> None:
-        """Forward and backward of one micro-batch; adds its share to `sums`."""
+    def _differentiate(self, piece: Piece, sums: Sums, where: str) -> NonFiniteError | None:
+        """Forward and backward of one micro-batch; adds its share to `sums`, and returns what is wrong with it."""
         actor, mask = self._actor, piece.batch.mask
         log_probs, entropy, _ = self._forward(piece.rows, entropy=actor.entropy_coeff != 0)
         batch = replace(piece.batch, log_probs=piece.rows.padded(log_probs))
@@ -275,8 +293,10 @@ class MiniBatch:
             padded = piece.rows.padded(entropy)
             loss = loss - actor.entropy_coeff * aggregate(padded, mask, piece.weights)
             sums.entropy += float(masked_sum(padded.detach(), mask))
+        problem = None
         if not torch.isfinite(loss):
-            raise NonFiniteError(f"{where}: the loss is {float(loss.detach())}. {_culprit(piece, batch, per_token)}")
+            what = f"{where}: the loss is {float(loss.detach())}. {_culprit(piece, batch, per_token)}"
+            problem = NonFiniteError(what)
         loss.backward()
         sums.loss += float(loss.detach())
         sums.pg_loss += float(pg_loss.detach())
@@ -286,6 +306,7 @@ class MiniBatch:
         if gap.numel():
             sums.ratio_max = max(sums.ratio_max, float(gap.max().exp()))
             sums.log_ratio_max = max(sums.log_ratio_max, float(gap.abs().max()))
+        return problem
 
 
 def _culprit(piece: Piece, batch: LossBatch, per_token: torch.Tensor) -> str:

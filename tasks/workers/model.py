@@ -10,15 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,8 +22,15 @@ from transformers.utils import logging as transformers_logging
 
 from tasks.config import FSDPConfig, ModelConfig
 from tasks.workers.attention import GROUPED
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+from tasks.workers.mesh import Mesh
+from tasks.workers.packed import can_pack
+from tasks.workers.precision import (
+    KeepFloat64,
+    recompute_in_backward,
+    use_fast_float32_products,
+    use_one_thread_for_a_small_model,
+)
+from tasks.workers.sharding import DTYPES, Residence, give_up_gathered, in_one_forward, shard
 
 
 class CausalModel:
@@ -41,28 +44,32 @@ class CausalModel:
         config: the text model's configuration.
         full_attention: every layer attends to everything before it and keeps keys and values of all of it, so that a
             prompt's cache can be shared, padded in the middle and cut by rows.
-        autocast: type of the computation where it is not that of the weights.
+        device: where it computes.
+        compute_dtype: type of the computation.
+        autocast: the same, where torch.autocast brings it about: it is not that of the weights, and no sharding casts.
+        residence: where the weights rest.
+        packs: it computes sequences side by side in one row, and `use_remove_padding` is set.
     """
 
-    def __init__(self, module: Any, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: Any, compute_dtype: torch.dtype, device: torch.device, *, sharded: bool, away: bool
+    ) -> None:
         self.module = module.eval()
         self.adapter = hasattr(module, "disable_adapter")
-        self.network = module.get_base_model() if self.adapter else module
+        self.network = _network_of(module)
         self.decoder = self.network.get_decoder()
         self.config = self.network.config.get_text_config(decoder=True)
         self.full_attention = _keeps_everything(self.config)
-        self.autocast = compute_dtype if compute_dtype != self.dtype else None
+        self.device, self.compute_dtype, self._sharded = device, compute_dtype, sharded
+        self.autocast = compute_dtype if compute_dtype != self.dtype and not sharded else None
+        self.residence = Residence(module, device, away=away)
+        self.packs = False
         self._head = self.network.get_output_embeddings()
         self._finish_logits = _logit_rule(self.config)
 
     @property
-    def device(self) -> torch.device:
-        """Where it lives."""
-        return next(self.network.parameters()).device
-
-    @property
     def dtype(self) -> torch.dtype:
-        """Type of the resident weights."""
+        """Type of the weights: the resident ones, or within a forward pass of a sharded model the gathered ones."""
         return self.network.get_input_embeddings().weight.dtype
 
     @property
@@ -88,52 +95,84 @@ class CausalModel:
         """An empty key/value cache."""
         return DynamicCache(config=self.config)
 
+    def in_one_forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that uses decoder and head as one forward pass of the whole, which a sharded model needs."""
+        return in_one_forward(self.network, functools.partial(function, *args, **kwargs))
+
     @contextlib.contextmanager
     def computing(self, *, adapter: bool = True) -> Iterator[None]:
-        """The numeric setting of every forward and backward pass.
+        """The numeric setting of every forward and backward pass, with the weights at hand.
 
         Args:
             adapter: use the LoRA adapter; without, the model is the one training began from.
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.residence.at_hand())
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast))
             if self.dtype == torch.float64:
-                stack.enter_context(_KeepFloat64())
+                stack.enter_context(KeepFloat64())
             if self.adapter and not adapter:
                 stack.enter_context(self.module.disable_adapter())
+            if self._sharded:
+                # First of all at the end: what peft switches back on must be the shards, not what was gathered of them.
+                stack.callback(give_up_gathered, self.network)
             yield
 
-    def frozen_copy(self) -> CausalModel:
-        """The same weights as they are now, never to change."""
-        return CausalModel(copy.deepcopy(self.module).requires_grad_(False), self.autocast or self.dtype)
+    def frozen_copy(self, *, away: bool) -> CausalModel:
+        """The same weights as they are now, never to change; not of a sharded model.
+
+        Args:
+            away: they rest in host memory.
+        """
+        module = copy.deepcopy(self.module).requires_grad_(False)
+        model = CausalModel(module, self.compute_dtype, self.device, sharded=False, away=away)
+        model.packs = self.packs
+        return model
 
 
-def load_model(model: ModelConfig, fsdp: FSDPConfig, device: torch.device, seed: int) -> CausalModel:
-    """Load a policy from `actor_rollout_ref.model` and check that it is computed rightly here.
+def load_model(
+    model: ModelConfig, fsdp: FSDPConfig, mesh: Mesh, seed: int, *, away: bool = False, frozen: bool = False
+) -> CausalModel:
+    """Load a policy from `actor_rollout_ref.model` and check that it is computed rightly here; collective in a mesh.
+
+    A rank of a mesh loads the whole model into its host memory, and takes its shard of each layer from there.
 
     Args:
         model: which weights, and what is trained of them.
-        fsdp: mixed precision.
-        device: where to.
+        fsdp: mixed precision and sharding.
+        mesh: where to.
         seed: of the LoRA adapter's first weights.
+        away: the weights rest in host memory.
+        frozen: nothing of it is trained.
 
     Raises:
         ValueError: the folder lacks weights, a setting does not fit the model, or the self-check fails.
     """
+    device = mesh.device
     if device.type == "cpu":
         use_fast_float32_products()
     module = _load_weights(model, device)
     module = _with_adapter(module, model, seed) if model.lora_rank or model.lora_adapter_path else module
-    loaded = CausalModel(module.to(device), _compute_dtype(model, fsdp, device))
+    module = module.requires_grad_(False) if frozen else module
+    compute_dtype, sharded = _compute_dtype(model, fsdp, device), mesh.world_size > 1
+    if sharded:
+        shard(_network_of(module), mesh, fsdp, compute_dtype)
+    loaded = CausalModel(module if sharded else module.to(device), compute_dtype, device, sharded=sharded, away=away)
     if device.type == "cpu":
         use_one_thread_for_a_small_model(loaded.module)
     _check_logits(loaded)
     if device.type == "cpu" and model.attn_implementation is None:
         _use_grouped_attention(loaded)
+    loaded.packs = model.use_remove_padding and can_pack(loaded)
     if model.enable_gradient_checkpointing:
         _checkpoint_layers(loaded.network, loaded.dtype)
     return loaded
+
+
+def _network_of(module: Any) -> Any:
+    """The transformers model in what may be peft's wrapper around one."""
+    return module.get_base_model() if hasattr(module, "disable_adapter") else module
 
 
 def _load_weights(model: ModelConfig, device: torch.device) -> torch.nn.Module:
@@ -250,12 +289,11 @@ def _use_grouped_attention(model: CausalModel) -> None:
     if not model.network._supports_attention_backend:
         return
     with torch.no_grad(), model.computing():
-        eager = model.hidden(ids)
+        eager = model.in_one_forward(model.hidden, ids)
         model.network.set_attn_implementation(GROUPED)
         try:
-            same = torch.allclose(
-                model.hidden(ids), eager, rtol=1e-2 if model.dtype == torch.bfloat16 else 1e-4, atol=1e-3
-            )
+            grouped = model.in_one_forward(model.hidden, ids)
+            same = torch.allclose(grouped, eager, rtol=1e-2 if eager.dtype == torch.bfloat16 else 1e-4, atol=1e-3)
         except NotImplementedError:
             same = False
     if not same:
@@ -272,16 +310,9 @@ def _check_logits(model: CausalModel) -> None:
     Raises:
         ValueError: the logits differ.
     """
-    ids = _some_ids(model)
     with torch.no_grad(), model.computing():
-        theirs = model.module(input_ids=ids, use_cache=False).logits.float()
-        ours = {"decoder and head apart": model.logits(model.hidden(ids)).float()}
-        if model.full_attention:
-            cache = model.new_cache()
-            first = model.hidden(ids[:, :2], past_key_values=cache)
-            second = model.hidden(ids[:, 2:], past_key_values=cache)
-            ours["through a key/value cache"] = model.logits(torch.cat([first, second], dim=1)).float()
-    coarse = torch.bfloat16 in (model.dtype, model.autocast)
+        theirs, ours = model.in_one_forward(_logits_both_ways, model)
+    coarse = model.compute_dtype == torch.bfloat16
     bound = (0.05 if coarse else 1e-3) * theirs.abs().max().clamp(min=1.0)
     for way, logits in ours.items():
         gap = (logits - theirs).abs().max()
@@ -293,82 +324,22 @@ def _check_logits(model: CausalModel) -> None:
             )
 
 
+def _logits_both_ways(model: CausalModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of a few tokens from the model's own forward pass, and as they are computed here, by way."""
+    ids = _some_ids(model)
+    # Not the call of the module, which a sharded one takes for another forward pass inside this one.
+    theirs = model.module.forward(input_ids=ids, use_cache=False).logits.float()
+    ours = {"decoder and head apart": model.logits(model.hidden(ids)).float()}
+    if model.full_attention:
+        cache = model.new_cache()
+        first = model.hidden(ids[:, :2], past_key_values=cache)
+        second = model.hidden(ids[:, 2:], past_key_values=cache)
+        ours["through a key/value cache"] = model.logits(torch.cat([first, second], dim=1)).float()
+    return theirs, ours
+
+
 def _checkpoint_layers(network: torch.nn.Module, dtype: torch.dtype) -> None:
     """Recompute each layer in the backward pass; transformers' own switch for it works in training mode alone."""
     for layer in network.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = functools.partial(recompute_in_backward, dtype, layer.forward)
-
-
-def recompute_in_backward(dtype: torch.dtype, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function within `computing()`, keep no intermediate value, and call it again in the backward pass.
-
-    There is no dropout, so no random state has to be kept. Function modes do not reach into the backward pass: the one
-    that belongs to the weights' type is entered again.
-    """
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    contexts = functools.partial(_recompute_contexts, dtype)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
-
-
-def _recompute_contexts(dtype: torch.dtype) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return contextlib.nullcontext(), _KeepFloat64() if dtype == torch.float64 else contextlib.nullcontext()
-
-
-# ------------------------------------------------------------------------------------------------------------ precision
-
-
-class _KeepFloat64(TorchFunctionMode):
-    """Keep float64 where model code rounds to float32, in norms and softmax.
-
-    That rounding is larger than the differences float64 is chosen to show.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _ROUNDING and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float:
-                return args[0]
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-            if kwargs.get("dtype") is torch.float32:
-                kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
-
-
-_ROUNDING = {torch.Tensor.float, torch.Tensor.to, torch.Tensor.softmax, torch.softmax, torch.nn.functional.softmax}
-
-
-SMALL_MODEL = 10_000_000
-"""Parameters below which a second thread waits more than it works."""
-
-
-def use_one_thread_for_a_small_model(module: torch.nn.Module) -> None:
-    """Compute a small model on one thread, unless OMP_NUM_THREADS says otherwise: a thread that waits for another one,
-    which a busy neighbour holds up, makes a small product many times slower."""
-    if "OMP_NUM_THREADS" not in os.environ and sum(p.numel() for p in module.parameters()) < SMALL_MODEL:
-        torch.set_num_threads(1)
-
-
-@functools.cache
-def use_fast_float32_products() -> bool:
-    """Let oneDNN compute float32 matrix products where it computes them as exactly as torch's default library.
-
-    oneDNN is reached through a setting that allows it to round to bfloat16. A processor with AVX-512 and without AMX
-    does not take that leave, and on AMD's it is about twice as fast. The product is checked, and the setting taken back
-    if it rounds.
-    """
-    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    if not torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported():
-        return False
-    before = setting.fp32_precision
-    setting.fp32_precision = "bf16"
-    generator = torch.Generator().manual_seed(0)
-    for rows, inner, columns in ((64, 128, 96), (1024, 384, 128), (7, 513, 33)):
-        a = torch.randn(rows, inner, generator=generator)
-        b = torch.randn(columns, inner, generator=generator)
-        exact = a.double() @ b.double().T
-        if (torch.nn.functional.linear(a, b) - exact).abs().max() > 1e-5 * exact.abs().max():
-            setting.fp32_precision = before
-            return False
-    return True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
 from tasks.config import OptimConfig
+from tasks.workers.sharding import local, sharded_alike
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
@@ -60,17 +62,20 @@ def restore_optimizer(
 ) -> None:
     """Set the optimizer's state to what `optimizer_tensors` gave; weights it does not name have none.
 
+    Args:
+        optimizer: whose state.
+        weights: trained weights by name.
+        tensors: moments, sharded as their weights are, and step counts; copied.
+
     Raises:
         ValueError: a moment is missing, belongs to no weight, or does not fit its weight. Nothing is changed then.
     """
     named = {name.rpartition(":")[0] for name in tensors}
     if unknown := sorted(named - set(weights)):
         raise ValueError(f"the optimizer state holds moments of {unknown[0]}, which this model does not train")
-    states = {name: _state_of(name, weight, tensors) for name, weight in weights.items() if name in named}
-    optimizer.state.clear()
-    for name, state in states.items():
-        device = weights[name].device
-        optimizer.state[weights[name]] = {part: value.to(device, copy=True) for part, value in state.items()}
+    set_state(
+        optimizer, {weight: _state_of(name, weight, tensors) for name, weight in weights.items() if name in named}
+    )
 
 
 def _state_of(name: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -79,25 +84,71 @@ def _state_of(name: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tenso
         value = tensors.get(f"{name}:{part}")
         if value is None or value.shape != (weight.shape if part in MOMENTS else ()):
             raise ValueError(f"the optimizer state's {part} of {name} is missing or of another shape")
-        state[part] = value
+        state[part] = local(value)
     return state
 
 
+@contextlib.contextmanager
+def moments_at_hand(optimizer: torch.optim.AdamW, device: torch.device, *, away: bool) -> Iterator[None]:
+    """The optimizer's state is on the device within, and in host memory outside.
+
+    Args:
+        optimizer: whose state.
+        device: of the weights within.
+        away: `optimizer_offload`; false: it stays where it is.
+    """
+    if away:
+        _move_state(optimizer, device)
+    try:
+        yield
+    finally:
+        if away:
+            _move_state(optimizer, torch.device("cpu"))
+
+
+def _move_state(optimizer: torch.optim.AdamW, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for part, value in state.items():
+            state[part] = value.to(device)
+
+
 class Snapshot:
-    """Weights and optimizer state in host memory, as they are now."""
+    """This rank's part of weights and optimizer state in host memory, as they are now."""
 
     def __init__(self, optimizer: torch.optim.AdamW, weights: Mapping[str, torch.nn.Parameter]) -> None:
         self._optimizer, self._weights = optimizer, weights
         self._values = {name: _copied(weight) for name, weight in weights.items()}
-        self._state = {name: _copied(value) for name, value in optimizer_tensors(optimizer, weights)}
+        self._state = {
+            weight: {part: _copied(value) for part, value in optimizer.state[weight].items()}
+            for weight in weights.values()
+            if weight in optimizer.state
+        }
 
     def restore(self) -> None:
         """Put them back."""
         with torch.no_grad():
             for name, weight in self._weights.items():
-                weight.copy_(self._values[name])
-        restore_optimizer(self._optimizer, self._weights, self._state)
+                local(weight).copy_(self._values[name])
+        set_state(self._optimizer, self._state)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    return local(tensor.detach()).to("cpu", copy=True)
+
+
+State = Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]]
+
+
+def set_state(optimizer: torch.optim.AdamW, state: State) -> None:
+    """Replace the optimizer's state.
+
+    Args:
+        optimizer: whose.
+        state: of each weight that has one, this rank's part of each moment and the step count; copied.
+    """
+    optimizer.state.clear()
+    for weight, parts in state.items():
+        optimizer.state[weight] = {
+            part: sharded_alike(value, weight) if part in MOMENTS else value.to(weight.device, copy=True)
+            for part, value in parts.items()
+        }

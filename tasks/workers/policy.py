@@ -1,12 +1,17 @@
 """PolicyWorker: the only class that owns weights. It computes log-probs, takes optimizer steps, saves what it holds.
 
 Evaluation mode always: no dropout, so that two passes over the same tokens give the same numbers.
+
+In a mesh there is one worker per rank, with its shard of the weights, and every method is collective: all ranks call it
+with the same arguments, those of the whole batch, and each computes its own rows. Which rows, and in how many
+micro-batches, follows from their lengths, the configuration and the mesh alone, so that ranks need not ask each other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,34 +22,33 @@ import torch
 from storage.ragged import Ragged
 from tasks.config import RunConfig
 from tasks.stage import NonFiniteError
-from tasks.workers.forward import response_log_probs, to_device
-from tasks.workers.mini_batch import Accumulated, MiniBatch, Signals
+from tasks.workers.forward import Layout, choose_layout, to_device
+from tasks.workers.mesh import Mesh
+from tasks.workers.mini_batch import Accumulated, MiniBatch, forward
 from tasks.workers.model import CausalModel, load_model
-from tasks.workers.optim import Snapshot, learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
-from tasks.workers.sequences import MicroBatching, Sequences, cut
-from tasks.workers.weights import (
-    files_bytes,
-    joined_digest,
-    load_files,
-    require_same_model,
-    save_files,
-    tensor_digest,
-)
+from tasks.workers.optim import Snapshot, learning_rate, make_optimizer, moments_at_hand
+from tasks.workers.policy_files import PolicyFiles, save_policy
+from tasks.workers.sequences import MicroBatching, Sequences, share_out
+from tasks.workers.sharding import local, moved_by_hand, whole
+from tasks.workers.signals import Signals, wrong_signal
+from tasks.workers.weights import digests, files_bytes, joined_digest
 
 __all__ = ["LogProbs", "PolicyWorker", "Signals"]
 
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:
-    """Numbers of every response token; N rows, aligned with the responses.
+    """Numbers of every response token of M rows, aligned with their responses.
 
     Attributes:
+        rows: [M] numbers of the rows, ascending: those this rank computed; in one process all.
         log_probs: float32 log-probs.
         entropy: float32 entropies, nats; None for the reference.
         sum_pi_squared: float32 sums of squared probabilities; None where they were not asked for.
-        micro_batches: forward passes it took.
+        micro_batches: forward passes it took, as many on every rank.
     """
 
+    rows: np.ndarray
     log_probs: Ragged
     entropy: Ragged | None
     sum_pi_squared: Ragged | None
@@ -52,16 +56,23 @@ class LogProbs:
 
 
 class PolicyWorker:
-    """The policy on one device, its optimizer, and the reference it is compared with.
+    """The policy on one device or one rank's shard of it, its optimizer, and the reference it is compared with.
 
     Attributes:
         cfg: the run's configuration.
+        mesh: where this rank is among the others.
         model: the policy.
         policy_version: 0 at the start; whoever commits an update counts it up.
     """
 
     def __init__(
-        self, cfg: RunConfig, *, total_steps: int, with_reference: bool, device: torch.device | None = None
+        self,
+        cfg: RunConfig,
+        *,
+        total_steps: int,
+        with_reference: bool,
+        device: torch.device | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         """Load the policy, and with it the reference: without LoRA a frozen copy of the first weights, with LoRA the
         model without its adapter.
@@ -71,23 +82,36 @@ class PolicyWorker:
             total_steps: the plan's training steps: the length of the learning-rate schedule.
             with_reference: a reference will be asked for.
             device: where to; None: as `trainer.device` says.
+            mesh: this rank's, with its device; None: one process.
 
         Raises:
-            ValueError: the model cannot be loaded as configured.
+            ValueError: the model cannot be loaded or computed as configured.
         """
         self.cfg, self.policy_version = cfg, 0
+        self.mesh = mesh or Mesh.alone(device or choose_device(cfg.trainer.device))
         self._total_steps = total_steps
-        model_cfg, actor = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.actor
-        device = device or choose_device(cfg.trainer.device)
-        self.model = load_model(model_cfg, actor.fsdp_config, device, cfg.trainer.seed)
+        model_cfg, fsdp = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.actor.fsdp_config
+        away = moved_by_hand(fsdp.param_offload, fsdp, self.mesh)
+        self.model = load_model(model_cfg, fsdp, self.mesh, cfg.trainer.seed, away=away)
+        self.layout(training=True)
         self._weights = {n: p for n, p in sorted(self.model.module.named_parameters()) if p.requires_grad}
         self._frozen = {n: p for n, p in sorted(self.model.module.named_parameters()) if not p.requires_grad}
-        self._optimizer = make_optimizer(self._weights.values(), actor.optim)
-        self._reference: CausalModel | None = None
-        if with_reference:
-            self._reference = self.model if self.model.adapter else self.model.frozen_copy()
+        self._optimizer = make_optimizer(self._weights.values(), cfg.actor_rollout_ref.actor.optim)
+        self._reference = self._first_weights() if with_reference else None
         self._trained_digests: dict[str, bytes] | None = None
         self._frozen_digests: list[bytes] | None = None
+
+    def _first_weights(self) -> CausalModel:
+        """The reference; it computes as the policy does and rests where `ref.fsdp_config` says."""
+        if self.model.adapter:
+            return self.model
+        model_cfg, actor, ref = (getattr(self.cfg.actor_rollout_ref, part) for part in ("model", "actor", "ref"))
+        fsdp = ref.fsdp_config.model_copy(update={"mixed_precision": actor.fsdp_config.mixed_precision})
+        away = moved_by_hand(fsdp.param_offload, fsdp, self.mesh)
+        if self.mesh.world_size == 1:
+            return self.model.frozen_copy(away=away)
+        # Shards cannot be copied as a module; the same files give the same weights.
+        return load_model(model_cfg, fsdp, self.mesh, self.cfg.trainer.seed, away=away, frozen=True)
 
     def follow(self, cfg: RunConfig, *, total_steps: int | None = None) -> None:
         """Compute under another configuration of the same model from now on, such as that of an earlier lineage.
@@ -126,38 +150,57 @@ class PolicyWorker:
             ValueError: a sequence does not fit a micro-batch.
         """
         model = self._reference_model() if reference else self.model
-        share = self.shares_prompts(training=False)
-        parts = cut(seqs, np.arange(len(seqs.responses)), micro, share_prompts=share)
+        layout, responses = self.layout(training=False), seqs.responses
+        share = share_out(
+            seqs,
+            np.arange(len(responses)),
+            micro,
+            self.mesh.dp_size,
+            balance=self.cfg.trainer.balance_batch,
+            layout=layout,
+        )
         wanted = (True, not reference, sum_pi_squared)
-        columns = [np.empty(len(seqs.responses.values), dtype=np.float32) if want else None for want in wanted]
+        columns = [np.empty(len(responses.values), dtype=np.float32) if want else None for want in wanted]
         with torch.no_grad(), model.computing(adapter=not reference):
-            for part in parts:
-                batch = to_device(seqs, part, model.device)
-                results = response_log_probs(
+            for turn in share.turns(self.mesh.dp_rank):
+                results = forward(
                     model,
-                    batch,
+                    to_device(seqs, turn.rows, model.device),
+                    self.mesh,
+                    layout=layout,
                     temperature=temperature,
-                    share_prompts=share,
                     entropy=not reference,
                     squares=sum_pi_squared,
                 )
-                places = _token_places(seqs.responses, part)
+                places = _token_places(responses, turn.rows)
                 for column, values in zip(columns, results, strict=True):
                     if column is not None and values is not None:
                         column[places] = values.cpu().numpy()
+        rows = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *share.parts[self.mesh.dp_rank]]))
+        places, lengths = _token_places(responses, rows), responses.lengths[rows]
         log_probs, entropy, squares = (
-            None if column is None else Ragged(column, seqs.responses.offsets) for column in columns
+            None if column is None else Ragged.from_lengths(column[places], lengths) for column in columns
         )
         assert log_probs is not None
-        return LogProbs(log_probs, entropy, squares, len(parts))
+        return LogProbs(rows, log_probs, entropy, squares, share.micro_batches)
+
+    def layout(self, *, training: bool) -> Layout:
+        """How a micro-batch's sequences lie in a forward pass.
+
+        Prompts are computed once for their samples (`actor.use_prefix_grouper`) where the model allows it, but not in
+        an update with gradient checkpointing: recomputed layers take no key/value cache.
+        """
+        model, actor = self.cfg.actor_rollout_ref.model, self.cfg.actor_rollout_ref.actor
+        return choose_layout(
+            self.model,
+            share_prompts=actor.use_prefix_grouper and not (training and model.enable_gradient_checkpointing),
+            remove_padding=model.use_remove_padding,
+            sp_size=self.mesh.sp_size,
+        )
 
     def shares_prompts(self, *, training: bool) -> bool:
-        """Whether a prompt is computed once for its samples: `actor.use_prefix_grouper`, where the model allows it.
-
-        Recomputed layers take no key/value cache, so an update with gradient checkpointing computes whole sequences.
-        """
-        wanted = self.cfg.actor_rollout_ref.actor.use_prefix_grouper and self.model.full_attention
-        return wanted and not (training and self.cfg.actor_rollout_ref.model.enable_gradient_checkpointing)
+        """Whether a prompt is computed once for its samples."""
+        return self.layout(training=training) is Layout.SHARED_PROMPTS
 
     def _reference_model(self) -> CausalModel:
         if self._reference is None:
@@ -195,26 +238,34 @@ class PolicyWorker:
             NonFiniteError: a signal, the loss or the gradient is not finite.
             ValueError: a sequence does not fit a micro-batch.
         """
-        _check_signals(signals, seqs.responses, step)
+        self.mesh.agree(wrong_signal(signals, seqs.responses, step))
         lr = learning_rate(self.cfg.actor_rollout_ref.actor.optim, step, self._total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         plan = [(epoch, rows) for epoch, batches in enumerate(mini_batches) for rows in batches]
-        mini_batch = MiniBatch(self.cfg, self.model, seqs, signals, share_prompts=self.shares_prompts(training=True))
-        before = Snapshot(self._optimizer, self._weights) if len(plan) > 1 else None
+        layout = self.layout(training=True)
+        mini_batch = MiniBatch(self.cfg, self.model, seqs, signals, layout=layout, mesh=self.mesh)
         done: list[dict[str, Any]] = []
-        try:
-            for index, (epoch, rows) in enumerate(plan):
-                place = {"update_index": index, "epoch": epoch, "lr": lr}
-                done.append({**place, **self._optimizer_step(mini_batch, rows, micro, f"step {step}, update {index}")})
-        except BaseException:
-            if before is not None:
-                before.restore()
-            raise
-        finally:
-            self._optimizer.zero_grad()
-            self._trained_digests = None
+        with self.model.residence.at_hand(), self._moments_at_hand():
+            before = Snapshot(self._optimizer, self._weights) if len(plan) > 1 else None
+            try:
+                for index, (epoch, rows) in enumerate(plan):
+                    place = {"update_index": index, "epoch": epoch, "lr": lr}
+                    where = f"step {step}, update {index}"
+                    done.append({**place, **self._optimizer_step(mini_batch, rows, micro, where)})
+            except BaseException:
+                if before is not None:
+                    before.restore()
+                raise
+            finally:
+                self._optimizer.zero_grad()
+                self._trained_digests = None
         return done
+
+    def _moments_at_hand(self) -> AbstractContextManager[None]:
+        fsdp = self.cfg.actor_rollout_ref.actor.fsdp_config
+        away = moved_by_hand(fsdp.optimizer_offload, fsdp, self.mesh)
+        return moments_at_hand(self._optimizer, self.mesh.device, away=away)
 
     def _optimizer_step(
         self, mini_batch: MiniBatch, rows: np.ndarray, micro: MicroBatching, where: str
@@ -240,17 +291,22 @@ class PolicyWorker:
 
     def _clip(self, limit: float, where: str) -> float:
         """Scale the gradient down to `limit`; return its norm before that."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self._weights.values(), limit))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self._weights.values(), limit)))
         if not np.isfinite(norm):
-            bad = [n for n, p in self._weights.items() if p.grad is not None and not torch.isfinite(p.grad).all()]
-            why = f"the gradient of {bad[0]} is not finite" if bad else "every gradient is finite, their norm is not"
-            raise NonFiniteError(f"{where}: the gradient norm is {norm}; {why}. The weights are as before the step.")
+            grads = {name: local(weight.grad) for name, weight in self._weights.items() if weight.grad is not None}
+            bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
+            what, after = f"{where}: the gradient norm is {norm};", "The weights are as before the step."
+            # A rank sees its shards of the gradients alone; the first that finds one speaks for all.
+            named = NonFiniteError(f"{what} the gradient of {bad[0]} is not finite. {after}") if bad else None
+            self.mesh.agree(named)
+            raise NonFiniteError(f"{what} every gradient is finite, their norm is not. {after}")
         return norm
 
     # -------------------------------------------------------------------------------------------------- what is held
 
     def weights_digest(self) -> str:
-        """SHA-256 over names, types, shapes and bytes of all weights, trained ones first."""
+        """SHA-256 over names, types, shapes and bytes of all weights, trained ones first; the same however they are
+        sharded."""
         return joined_digest([*self._trained().values(), *self._unchanging()])
 
     def tensor_digests(self) -> dict[str, str]:
@@ -259,23 +315,36 @@ class PolicyWorker:
 
     def _trained(self) -> dict[str, bytes]:
         if self._trained_digests is None:
-            self._trained_digests = _digests(self._weights)
+            with self.model.residence.at_hand():
+                self._trained_digests = digests(self._weights, self.mesh)
         return self._trained_digests
 
     def _unchanging(self) -> list[bytes]:
         if self._frozen_digests is None:
-            self._frozen_digests = list(_digests(self._frozen).values())
+            with self.model.residence.at_hand():
+                self._frozen_digests = list(digests(self._frozen, self.mesh).values())
         return self._frozen_digests
 
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and whole value of every weight, trained ones first, on this rank's device, one at a time.
+
+        Collective: every rank takes all of them. A value must not be changed: in one process it is the weight itself.
+        """
+        with self.model.residence.at_hand():
+            for name, weight in [*self._weights.items(), *self._frozen.items()]:
+                yield name, whole(weight.detach()).to(self.mesh.device)
+
     def checkpoint_bytes(self) -> int:
-        """What `save` writes, at most: trained weights, Adam's two moments and step count of each, bytes."""
-        return 3 * files_bytes(self._weights) + STATE_BYTES
+        """What `save` writes on all ranks together, at most: trained weights, Adam's two moments and step count of
+        each, bytes."""
+        return 3 * files_bytes(self._weights) + STATE_BYTES * self.mesh.world_size
 
     def save(self, folder: Path) -> None:
-        """Write trained weights, optimizer moments and policy version into an existing folder.
+        """Write trained weights, optimizer moments and policy version into an existing folder that all ranks see.
 
         Frozen weights are not written: they are those of `actor_rollout_ref.model.path`, known by their digest. The
-        learning rate needs no state: it is a function of the policy version.
+        learning rate needs no state: it is a function of the policy version. In a mesh each rank writes its shards into
+        a file of its own, which `load` reads into any number of ranks.
 
         Raises:
             OSError: the files cannot be written.
@@ -285,38 +354,28 @@ class PolicyWorker:
             "weights_digest": self.weights_digest(),
             "frozen_digest": joined_digest(self._unchanging()),
         }
-        save_files(folder, self._weights, dict(optimizer_tensors(self._optimizer, self._weights)), state)
+        save_policy(folder, self._weights, self._optimizer, state, self.mesh)
 
     def load(self, folder: Path) -> None:
-        """Become the policy version that `save` wrote, bit for bit.
+        """Become the policy version that `save` wrote, bit for bit, whatever number of ranks it was written by.
 
         Raises:
             ValueError: it is of another model, or the files do not hold what their digest says. The worker is as it
                 was before.
         """
-        weights, optimizer, state = load_files(folder)
-        if state["frozen_digest"] != joined_digest(self._unchanging()):
-            raise ValueError(
-                f"{folder} was saved over other frozen weights than those at actor_rollout_ref.model.path="
-                f"{self.cfg.actor_rollout_ref.model.path}. Give the run the model it began with."
-            )
-        require_same_model(weights, self._weights, folder)
-        digests = _digests({name: weights[name] for name in self._weights})
-        if joined_digest([*digests.values(), *self._unchanging()]) != state["weights_digest"]:
-            raise ValueError(f"{folder} is damaged: its weights do not have the digest {state['weights_digest'][:12]}")
-        restore_optimizer(self._optimizer, self._weights, optimizer)
-        with torch.no_grad():
-            for name, weight in self._weights.items():
-                weight.copy_(weights[name])
-        self.policy_version, self._trained_digests = int(state["policy_version"]), digests
+        with self.model.residence.at_hand(), self._moments_at_hand():
+            read = PolicyFiles(folder, self._weights, self.mesh)
+            if read.state["frozen_digest"] != joined_digest(self._unchanging()):
+                raise ValueError(
+                    f"{folder} was saved over other frozen weights than those at actor_rollout_ref.model.path="
+                    f"{self.cfg.actor_rollout_ref.model.path}. Give the run the model it began with."
+                )
+            found = read.become(self._optimizer, self._unchanging())
+        self.policy_version, self._trained_digests = int(read.state["policy_version"]), found
 
 
 STATE_BYTES = 64 * 1024
 """Room for what a checkpoint holds besides tensors: state, manifest, headers' brackets."""
-
-
-def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -339,30 +398,3 @@ def _token_places(responses: Ragged, rows: np.ndarray) -> np.ndarray:
     lengths = responses.lengths[rows]
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(responses.offsets[rows], lengths) + within
-
-
-def _require_finite(what: str, values: np.ndarray, rows: Ragged, where: str = "") -> None:
-    bad = np.flatnonzero(~np.isfinite(values))
-    if len(bad):
-        row = int(np.searchsorted(rows.offsets, bad[0], side="right")) - 1
-        raise NonFiniteError(
-            f"{where}the {what} of sample {row}, token {bad[0] - rows.offsets[row]}, is {values[bad[0]]} "
-            f"({len(bad)} such values). Nothing was trained on it."
-        )
-
-
-def _check_signals(signals: Signals, responses: Ragged, step: int) -> None:
-    """Refuse signals that are not aligned with the responses, or not finite: a NaN outside the loss mask, too, would
-    reach the gradient, as 0 times NaN."""
-    columns = {
-        "advantage": signals.advantages,
-        "old log-prob": signals.old_log_probs,
-        "reference log-prob": signals.ref_log_probs,
-        "importance weight": signals.rollout_is_weights,
-    }
-    for name, rows in {**columns, "loss mask": signals.loss_mask}.items():
-        if rows is not None and not np.array_equal(rows.offsets, responses.offsets):
-            raise ValueError(f"step {step}: the {name}s are not aligned with the responses")
-    for name, rows in columns.items():
-        if rows is not None:
-            _require_finite(name, rows.values, responses, f"step {step}: ")

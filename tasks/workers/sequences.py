@@ -2,6 +2,7 @@
 
 The gradient of a mini-batch does not depend on the order of its rows, so a cut may order them as it likes: samples of a
 prompt side by side, which shares the prompt's computation, or by length, which saves padding; whichever is less work.
+Packed sequences have no padding; their micro-batches are made of nearly equal cost.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from storage.ragged import Ragged
+from tasks.balance import Partition, karmarkar_karp, micro_batches, partition_groups, sequence_cost
+from tasks.workers.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +62,140 @@ class MicroBatching:
             )
 
 
+# ------------------------------------------------------------------------------------------ data-parallel ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What the data-parallel ranks compute of M rows. Every rank works it out alike, from lengths alone.
+
+    Attributes:
+        parts: of each rank the row numbers of each of its micro-batches.
+        lengths: [N] response tokens of each row.
+    """
+
+    parts: list[list[np.ndarray]]
+    lengths: np.ndarray
+
+    @property
+    def order(self) -> np.ndarray:
+        """[M] all row numbers, rank by rank, as they stand in the micro-batches."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *(part for own in self.parts for part in own)])
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the rank that has the most; all make as many."""
+        return max(len(own) for own in self.parts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Response tokens of each rank."""
+        return [sum(int(self.lengths[part].sum()) for part in own) for own in self.parts]
+
+    def turns(self, rank: int) -> list[Turn]:
+        """The forward passes of a rank: as many as every other one makes.
+
+        Micro-batches whose responses are all empty need none. A rank that has fewer than another computes the shortest
+        of all rows instead, idly; with no response token anywhere nobody computes anything.
+        """
+        order = self.order
+        useful = [[part for part in own if self.lengths[part].any()] for own in self.parts]
+        count = max(len(own) for own in useful)
+        if not count:
+            return []
+        start, own = sum(len(part) for before in self.parts[:rank] for part in before), []
+        for part in self.parts[rank]:
+            if self.lengths[part].any():
+                own.append(Turn(part, slice(start, start + len(part)), idle=False))
+            start += len(part)
+        place = int(np.where(self.lengths[order] > 0, self.lengths[order], np.iinfo(np.int64).max).argmin())
+        return own + [Turn(order[place : place + 1], slice(place, place + 1), idle=True)] * (count - len(own))
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One forward pass of a rank.
+
+    Attributes:
+        rows: numbers of the rows it computes.
+        places: where these are in `Share.order`.
+        idle: it counts nothing, and is made because other ranks compute at the same time.
+    """
+
+    rows: np.ndarray
+    places: slice
+    idle: bool
+
+
+def share_out(
+    sequences: Sequences,
+    rows: np.ndarray,
+    micro: MicroBatching,
+    ranks: int,
+    *,
+    balance: bool,
+    layout: Layout,
+) -> Share:
+    """Split rows over data-parallel ranks, as many to each or one more, and cut each rank's into micro-batches.
+
+    Args:
+        sequences: all sequences.
+        rows: [M] numbers of those to compute.
+        micro: limit of one rank's micro-batch.
+        ranks: data-parallel ranks; there may be more than rows.
+        balance: `trainer.balance_batch`: by cost; else as the rows come.
+        layout: of a micro-batch. With shared prompts whole groups stay together, where that leaves the ranks as many
+            rows each.
+
+    Raises:
+        ValueError: as `cut`.
+    """
+    rows, share_prompts, packed = np.asarray(rows), layout is Layout.SHARED_PROMPTS, layout is Layout.PACKED
+    if micro.max_tokens is not None:
+        _check_longest(sequences, rows, micro.max_tokens, micro.key)
+    if ranks == 1:
+        split = [rows]
+    elif not balance:
+        split = np.array_split(rows, ranks)
+    else:
+        split = [rows[places] for places in _balanced(sequences, rows, ranks, keep_groups=share_prompts)]
+
+    def in_parts(own: np.ndarray, at_least: int) -> list[np.ndarray]:
+        least = min(at_least, len(own))
+        return cut(sequences, own, micro, share_prompts=share_prompts, packed=packed, at_least=least)
+
+    parts = [in_parts(own, 1) for own in split]
+    if packed and micro.max_tokens is not None:
+        # Ranks make equally many micro-batches anyway: smaller ones are better than idle turns.
+        most = max(len(own) for own in parts)
+        parts = [in_parts(own, most) for own in split]
+    return Share(parts, sequences.responses.lengths)
+
+
+def _balanced(sequences: Sequences, rows: np.ndarray, ranks: int, *, keep_groups: bool) -> Partition:
+    """Places in `rows` of each rank's, balanced by cost."""
+    cost, group = sequence_cost(sequences.lengths()[rows]), sequences.group[rows]
+    sizes = np.unique(group, return_counts=True)[1]
+    if keep_groups and len(sizes) and len(sizes) % ranks == 0 and (sizes == sizes[0]).all():
+        return partition_groups(cost, group, ranks)
+    # Rows that cost nothing fill up the last places, one rank's at most one of them.
+    filled = np.concatenate([cost, np.zeros(-len(rows) % ranks, dtype=cost.dtype)])
+    if not len(filled):
+        return [np.empty(0, dtype=np.int64)] * ranks
+    return [part[part < len(rows)] for part in karmarkar_karp(filled, ranks, equal_sizes=True)]
+
+
+# -------------------------------------------------------------------------------------------------------- micro-batches
+
+
 def cut(
-    sequences: Sequences, rows: np.ndarray, micro: MicroBatching, *, share_prompts: bool = True
+    sequences: Sequences,
+    rows: np.ndarray,
+    micro: MicroBatching,
+    *,
+    share_prompts: bool = True,
+    packed: bool = False,
+    at_least: int = 1,
 ) -> list[np.ndarray]:
     """Cut rows into micro-batches.
 
@@ -68,8 +203,10 @@ def cut(
         sequences: all sequences.
         rows: [M] numbers of those to cut.
         micro: the limit. Tokens count the padded rectangle of a micro-batch: rows times (longest prompt + longest
-            response), what the device holds with or without shared prompts.
+            response), what the device holds with or without shared prompts; packed, the sequences' own tokens.
         share_prompts: a prompt is computed once for the rows of a micro-batch that answer it.
+        packed: sequences lie side by side without padding, and no prompt is shared.
+        at_least: micro-batches to make at least; packed and by tokens alone.
 
     Returns:
         Row numbers of each micro-batch; every row once.
@@ -77,9 +214,15 @@ def cut(
     Raises:
         ValueError: one sequence alone is longer than `micro.max_tokens`.
     """
+    rows = np.asarray(rows)
     if micro.max_tokens is not None:
         _check_longest(sequences, rows, micro.max_tokens, micro.key)
-    ways = [_split(sequences, order, micro) for order in _orders(sequences, np.asarray(rows))]
+    if packed and micro.max_tokens is not None:
+        tokens = sequences.lengths()[rows]
+        return [rows[places] for places in micro_batches(tokens, micro.max_tokens, at_least=at_least, key=micro.key)]
+    if packed:
+        return _split(sequences, rows[np.argsort(sequences.lengths()[rows], kind="stable")], micro)
+    ways = [_split(sequences, order, micro) for order in _orders(sequences, rows)]
     return min(ways, key=lambda parts: _computed_tokens(sequences, parts, share_prompts))
 
 

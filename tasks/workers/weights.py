@@ -1,23 +1,18 @@
-"""A policy's weights as bytes: their digest, and the files they are saved in and restored from. No pickle.
-
-The files are plain safetensors: torch.distributed.checkpoint's HuggingFaceStorageReader reads them into any sharding.
-"""
+"""Weights as bytes: their digests, and what writing them in safetensors format takes."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+from tasks.workers.mesh import Mesh
+from tasks.workers.sharding import whole
 
 
 def tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
@@ -28,24 +23,22 @@ def tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
     return digest.digest()
 
 
+def digests(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, bytes]:
+    """SHA-256 of each whole tensor, by name; collective. The ranks take turns at the hashing."""
+    own = {}
+    for place, (name, tensor) in enumerate(tensors.items()):
+        value = whole(tensor)
+        if place % mesh.world_size == mesh.rank:
+            own[name] = tensor_digest(name, value)
+    if mesh.world_size == 1:
+        return own
+    known = {name: digest for part in mesh.exchange(own) for name, digest in part.items()}
+    return {name: known[name] for name in tensors}
+
+
 def joined_digest(parts: Iterable[bytes]) -> str:
     """Hex SHA-256 over digests, in their order."""
     return hashlib.sha256(b"".join(parts)).hexdigest()
-
-
-def save_files(
-    folder: Path, weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], state: Mapping[str, Any]
-) -> None:
-    """Write the three files of a policy version into an existing folder.
-
-    Raises:
-        OSError: they cannot be written.
-    """
-    for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
-        with full_disk_as_os_error(folder):
-            save_file({key: value.detach().contiguous().cpu() for key, value in tensors.items()}, folder / name)
-        usual_mode(folder / name)
-    (folder / STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
 
 
 def usual_mode(path: Path) -> None:
@@ -75,29 +68,3 @@ def files_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 HEADER_BYTES = 100
 """A tensor's type, shape and place in a safetensors header, without its name."""
-
-
-def load_files(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Read them back: (weights, optimizer state, the rest)."""
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    return load_file(folder / WEIGHTS), load_file(folder / OPTIMIZER), state
-
-
-def require_same_model(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], where: Path) -> None:
-    """Refuse weights whose names, shapes or types are not the target's.
-
-    Raises:
-        ValueError: they are not.
-    """
-    odd = sorted(set(source) ^ set(target))
-    odd += [n for n in sorted(set(source) & set(target)) if _kind(source[n]) != _kind(target[n])]
-    if odd:
-        raise ValueError(
-            f"{where} is no policy of this run's model: {odd[0]} is on one side only or differs in shape or type "
-            f"({len(odd)} weights in all). Give the run the actor_rollout_ref.model it was made with, or another "
-            "trainer.experiment_name."
-        )
-
-
-def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
-    return tensor.dtype, tensor.shape
