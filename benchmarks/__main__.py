@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("step", "artifact_rates", "memory", "plan", "recovery")
+BENCHMARKS = ("step", "artifact_rates", "memory", "plan", "recovery", "ranks")
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or BENCHMARKS:

@@ -31,7 +31,8 @@ from flows.tracking import Tracker
 from flows.train import Loop, Outcome, describe, load_data, open_workers
 from storage import Run
 from tasks.config import RunConfig
-from tasks.workers.policy import PolicyWorker
+from tasks.workers.group import LocalGroup
+from tasks.workers.rank import Role, open_rank
 
 STEPS, ROUNDS, MOMENTS = 20, 3, 1000
 SAVE_FREQS = (5, 10, 20)
@@ -78,7 +79,7 @@ def timed_steps(cfg: RunConfig, console: Console) -> list[StepTimes]:
         tracker = stack.enter_context(Tracker(run, cfg))
         runner = stack.enter_context(stage_runner(None, run.run_id))
         describe(run, cfg, plan, data, tracker)
-        twin = PolicyWorker(cfg, total_steps=plan.total_steps or 1, with_reference=False)
+        twin = LocalGroup(open_rank(cfg, None, data.tokenizer, role=Role.ACTOR, total_steps=plan.total_steps or 1))
         loop, outcome = Loop(run, cfg, plan, workers, runner, tracker, progress), Outcome(run.root)
         for index in range(1, STEPS + 1):
             start = time.perf_counter()
@@ -86,7 +87,7 @@ def timed_steps(cfg: RunConfig, console: Console) -> list[StepTimes]:
             middle = time.perf_counter()
             replay(run, twin, index)
             times.append(StepTimes(middle - start, stage_times(run, index), time.perf_counter() - middle))
-        assert twin.weights_digest() == workers.policy.weights_digest(), "a replay gives the same weights"
+        assert twin.weights_digest() == workers.group.weights_digest(), "a replay gives the same weights"
     return times
 
 
@@ -109,10 +110,10 @@ def start_up(cfg: RunConfig) -> tuple[float, float, float]:
             load.append(time.perf_counter() - started)
             with tempfile.TemporaryDirectory() as folder:
                 started = time.perf_counter()
-                workers.policy.save(Path(folder))
+                workers.group.save(Path(folder))
                 save.append(time.perf_counter() - started)
                 started = time.perf_counter()
-                workers.policy.load(Path(folder))
+                workers.group.load(Path(folder))
                 restore.append(time.perf_counter() - started)
     return median(load), median(save), median(restore)
 

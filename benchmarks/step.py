@@ -33,13 +33,14 @@ from tasks.algorithms.advantages import AdvantageInput
 from tasks.algorithms.variants import ESTIMATORS
 from tasks.config import RunConfig
 from tasks.data import step_rows
-from tasks.engines.transformers_engine import TransformersEngine
 from tasks.generate import training_sampling
 from tasks.log_prob import actor_micro_batching, old_micro_batching, ref_micro_batching
 from tasks.rewards.pool import RewardRow
 from tasks.seeds import sample_seed
 from tasks.update import plan_mini_batches
-from tasks.workers.policy import PolicyWorker, Signals
+from tasks.workers.group import LocalGroup
+from tasks.workers.policy import Signals
+from tasks.workers.rank import open_rank, training_role
 from tasks.workers.sequences import Sequences
 
 STEPS = 30
@@ -48,14 +49,16 @@ STAGES = ("gen", "old_log_prob", "ref", "reward", "adv", "update_actor")
 
 def bare_step(index: int, cfg: RunConfig, workers: Workers) -> None:
     """The arithmetic of one step, handed on in memory."""
-    n, data, policy = cfg.actor_rollout_ref.rollout.n, workers.train.table, workers.policy
+    assert isinstance(workers.group, LocalGroup) and workers.group.rank.engine is not None
+    n, data, rank = cfg.actor_rollout_ref.rollout.n, workers.train.table, workers.group.rank
+    policy = rank.policy
     _, rows = step_rows(index, data.num_rows, cfg.data.train_batch_size, cfg.trainer.seed, cfg.data.shuffle)
     prompts = data.take(pa.array(rows))
     group = np.repeat(np.arange(len(rows)), n)
     seeds = [sample_seed(cfg.trainer.seed, index, int(rows[g]), int(g), i % n) for i, g in enumerate(group)]
     prompt_ids = Ragged.from_arrow(prompts["prompt_ids"])
-    responses = workers.engine.generate(prompt_ids, group, np.asarray(seeds), training_sampling(cfg))
-    texts = workers.tokenizer.batch_decode([row.tolist() for row in responses.response_ids], skip_special_tokens=True)
+    responses = rank.engine.generate(prompt_ids, group, np.asarray(seeds), training_sampling(cfg))
+    texts = rank.tokenizer.batch_decode([row.tolist() for row in responses.response_ids], skip_special_tokens=True)
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(workers.rewards.score, reward_rows(prompts.to_pylist(), group, texts))
         sequences = Sequences(prompt_ids, group, responses.response_ids)
@@ -97,9 +100,8 @@ def main() -> None:
         runner = stack.enter_context(stage_runner(api, run.run_id))
         workers = stack.enter_context(open_workers(cfg, plan, data))
         tracker.start(params={}, documents=(), datasets={})
-        twin = PolicyWorker(cfg, total_steps=plan.total_steps or 1, with_reference=True)
-        tokenizer, rewards = workers.tokenizer, workers.rewards
-        bare = Workers(twin, TransformersEngine(twin, tokenizer), tokenizer, rewards, data.train, None)
+        twin = open_rank(cfg, None, data.tokenizer, role=training_role(cfg), total_steps=plan.total_steps or 1)
+        bare = Workers(LocalGroup(twin), workers.rewards, data.train, None)
         loop, outcome = Loop(run, cfg, plan, workers, runner, tracker, progress), Outcome(run.root)
         flow_s, bare_s = [], []
         for index in range(1, STEPS + 1):
@@ -109,7 +111,7 @@ def main() -> None:
             bare_step(index, cfg, bare)
             flow_s.append(middle - start)
             bare_s.append(time.perf_counter() - middle)
-        assert twin.weights_digest() == workers.policy.weights_digest(), "both loops do the same arithmetic"
+        assert twin.policy.weights_digest() == workers.group.weights_digest(), "both loops do the same arithmetic"
         tracker.finish("finished")
         report(flow_s, bare_s, [run.step(index).record["metrics"] for index in range(1, STEPS + 1)])
 

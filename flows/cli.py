@@ -88,14 +88,45 @@ def plan(
     train_prompts: Annotated[
         int | None, typer.Option(help="Size of the training set, where its files are not here.")
     ] = None,
+    device_memory_gb: Annotated[
+        float | None, typer.Option(help="Memory of one device, GB of 10^9 bytes; a GPU of this machine by default.")
+    ] = None,
 ) -> None:
     """Explain and check every batch shape of a configuration. Loads no model."""
     from flows.plan_view import plan_command
 
     files, overrides = _split(words)
     raise typer.Exit(
-        plan_command(files, overrides, verl=verl, as_json=as_json, explain=explain, train_prompts=train_prompts)
+        plan_command(
+            files,
+            overrides,
+            verl=verl,
+            as_json=as_json,
+            explain=explain,
+            train_prompts=train_prompts,
+            device_memory_gb=device_memory_gb,
+        )
     )
+
+
+@app.command()
+def doctor(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A run's folder or a folder of runs, or recipe names and YAML files; then key.path=value overrides.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also start a local Ray and a Prefect server, and fetch what is not here.")
+    ] = False,
+) -> None:
+    """Look for what would keep a run from starting or going on here. Exit code 2 where there is an error."""
+    from flows.doctor import doctor_command
+
+    raise typer.Exit(doctor_command(words or [], as_json=as_json, deep=deep))
 
 
 @app.command()
@@ -194,8 +225,9 @@ def main() -> None:
         from storage import StorageError
         from tasks.rewards.calls import RewardError
         from tasks.stage import StageError
+        from tasks.workers.group import RanksLost
 
-        if isinstance(error, StageError | RewardError):
+        if isinstance(error, StageError | RewardError | RanksLost):
             _fail(error, 1)
         if not isinstance(error, ValueError | StorageError | OSError):
             raise

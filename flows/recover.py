@@ -16,20 +16,18 @@ from tasks.stage import Step
 from tasks.update import update
 
 if TYPE_CHECKING:
-    from tasks.workers.policy import PolicyWorker
+    from tasks.workers.group import WorkerGroup
 
 
-def recover(
-    run: RunWriter, cfg: RunConfig, worker: PolicyWorker, say: Callable[[str], None], *, total_steps: int
-) -> int:
-    """Bring the worker to the policy after the last finished step, and return that step's number.
+def recover(run: RunWriter, cfg: RunConfig, group: WorkerGroup, say: Callable[[str], None], *, total_steps: int) -> int:
+    """Bring the ranks to the policy after the last finished step, and return that step's number.
 
     No token is generated and no response scored: an update needs only the batches on disk.
 
     Args:
         run: the run.
         cfg: its configuration from now on.
-        worker: holds the initial weights, or an earlier policy of the run.
+        group: holds the initial weights, or an earlier policy of the run.
         say: told what was found and done.
         total_steps: of the plan, on which learning rates may depend.
 
@@ -38,15 +36,15 @@ def recover(
         StageError: an update made again gives other weights than it gave before.
     """
     last = last_finished_step(run)
-    told = rebuild(run, worker, last, say)
-    worker.follow(cfg, total_steps=total_steps)
+    told = rebuild(run, group, last, say)
+    group.follow(cfg, total_steps=total_steps)
     if last:
         say(f"found {last} finished steps: {told}")
     return last
 
 
-def rebuild(run: RunWriter, worker: PolicyWorker, step: int, say: Callable[[str], None]) -> str:
-    """Bring the worker to the policy after a finished step, and return in words how.
+def rebuild(run: RunWriter, group: WorkerGroup, step: int, say: Callable[[str], None]) -> str:
+    """Bring the ranks to the policy after a finished step, and return in words how.
 
     Each update is made again under the configuration that it was made under; its weights, loss and gradient norm must
     be those that were recorded.
@@ -54,21 +52,27 @@ def rebuild(run: RunWriter, worker: PolicyWorker, step: int, say: Callable[[str]
     Raises:
         StorageError, StageError: as `recover`.
     """
-    if worker.policy_version == step:
+    if group.policy_version == step:
         return f"the policy is version {step}"
     started = time.monotonic()
     checkpoint = newest_checkpoint(run, step, say)
     if checkpoint is not None:
-        worker.load(checkpoint.folder)
-        worker.policy_version = checkpoint.step
-    first = worker.policy_version
+        group.load(checkpoint.folder)
+    first = group.policy_version
     for index in range(first + 1, step + 1):
-        replay(run, worker, index)
+        replay(run, group, index)
     origin = f"checkpoint {first}" if first else "the initial weights"
     if step == first:
         return origin
     which = f"update {step}" if step == first + 1 else f"updates {first + 1} to {step}"
-    return f"{origin}, {which} made again from the stored batches in {time.monotonic() - started:.0f} s"
+    rounded = _recorded_digest(run, step) != group.weights_digest()
+    but = ", with another number of ranks: equal up to rounding" if rounded else ""
+    return f"{origin}, {which} made again from the stored batches in {time.monotonic() - started:.0f} s{but}"
+
+
+def _recorded_digest(run: Run, step: int) -> str:
+    digest: str = run.step(step).table("updates", ["weights_digest"])["weights_digest"].to_pylist()[-1]
+    return digest
 
 
 def newest_checkpoint(run: Run, step: int, say: Callable[[str], None]) -> Checkpoint | None:
@@ -83,14 +87,14 @@ def seen_checkpoints(run: Run) -> Callable[[Checkpoint], bool]:
     return lambda checkpoint: checkpoint.lineage == run.lineage_of(checkpoint.step)
 
 
-def replay(run: RunWriter, worker: PolicyWorker, index: int) -> None:
+def replay(run: RunWriter, group: WorkerGroup, index: int) -> None:
     """Make one stored update again.
 
     Raises:
         StorageError: its batch is damaged or missing; with the way out.
     """
     try:
-        _replay(run, worker, index)
+        _replay(run, group, index)
     except StorageError as error:
         raise StorageError(
             f"policy {index} cannot be rebuilt from step {index}: {str(error).rstrip('.')}. Restore it from a copy, or "
@@ -98,7 +102,7 @@ def replay(run: RunWriter, worker: PolicyWorker, index: int) -> None:
         ) from error
 
 
-def _replay(run: RunWriter, worker: PolicyWorker, index: int) -> None:
+def _replay(run: RunWriter, group: WorkerGroup, index: int) -> None:
     view = run.step(index)
     lineage = run.lineage_of(index)
     cfg = config_of(run, lineage)
@@ -109,7 +113,7 @@ def _replay(run: RunWriter, worker: PolicyWorker, index: int) -> None:
     if missing:
         raise StorageError(f"step {index} of {run.root} is finished but has no {', '.join(missing)}")
     inputs: dict[str, Artifact] = {stage: artifact for stage, artifact in found.items() if artifact is not None}
-    worker.follow(cfg, total_steps=planned_steps(run, lineage))
+    group.follow(cfg, total_steps=planned_steps(run, lineage))
     update(
         Step(index, run, cfg),
         inputs["prompts"],
@@ -117,7 +121,7 @@ def _replay(run: RunWriter, worker: PolicyWorker, index: int) -> None:
         inputs["old_log_probs"],
         inputs.get("ref_log_probs"),
         inputs["advantages"],
-        worker,
+        group,
         recorded=inputs["updates"],
     )
 

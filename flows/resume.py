@@ -22,9 +22,12 @@ from storage import Run, RunWriter, StorageError, open_run
 from storage.prepared import commit_prepared, find_prepared, new_folder, sole_maker
 from tasks.config import RunConfig
 from tasks.tokenizer import load_tokenizer
+from tasks.workers.group import LocalGroup
+from tasks.workers.rank import Role, open_rank
 
 if TYPE_CHECKING:
     from tasks.workers.policy import PolicyWorker
+    from tasks.workers.rank import Rank
 
 _STEP = re.compile(r"(?P<path>.+)@(?P<step>[0-9]+)")
 
@@ -144,41 +147,39 @@ def export_policy_of(run: Run, step: int, folder: Path, say: Callable[[str], Non
     """Rebuild a run's policy and write it as a Hugging Face folder; return the digest of its weights."""
     from tasks.workers.export import export_policy
 
-    with policy_at(run, step, say) as worker:
-        export_policy(worker, load_tokenizer(worker.cfg.actor_rollout_ref.model), folder, adapter=adapter)
-        return worker.weights_digest()
+    with policy_at(run, step, say) as rank:
+        export_policy(rank.policy, rank.tokenizer, folder, adapter=adapter)
+        return rank.policy.weights_digest()
 
 
 @contextmanager
-def policy_at(run: Run, step: int, say: Callable[[str], None]) -> Iterator[PolicyWorker]:
-    """The policy of a run after a step; a live run may be read where a checkpoint of that step is there.
+def policy_at(run: Run, step: int, say: Callable[[str], None]) -> Iterator[Rank]:
+    """The policy of a run after a step, in this process; a live run may be read where a checkpoint of it is there.
 
     Raises:
         StorageError: it cannot be rebuilt, or the model that the run began with is not there any more.
     """
-    from tasks.workers.policy import PolicyWorker
-
     lineage = run.lineage_of(step)
     cfg = config_of(run, lineage)
-    worker = PolicyWorker(cfg, total_steps=planned_steps(run, lineage) or 1, with_reference=False)
+    tokenizer = load_tokenizer(cfg.actor_rollout_ref.model)
+    rank = open_rank(cfg, None, tokenizer, role=Role.ACTOR, total_steps=planned_steps(run, lineage) or 1)
     checkpoint = newest_checkpoint(run, step, say)
     if checkpoint is None:
-        _check_first_weights(run, worker)
+        _check_first_weights(run, rank.policy)
     if step and (checkpoint is None or checkpoint.step < step):
         with RunWriter(run.root) as writer:
-            say(rebuild(writer, worker, step, say))
+            say(rebuild(writer, LocalGroup(rank), step, say))
     elif checkpoint is not None:
-        worker.load(checkpoint.folder)
-        worker.policy_version = step
-    yield worker
+        rank.policy.load(checkpoint.folder)
+    yield rank
 
 
-def _check_first_weights(run: Run, worker: PolicyWorker) -> None:
+def _check_first_weights(run: Run, policy: PolicyWorker) -> None:
     """Refuse to take another model for the one that the run began with."""
-    begun, now = first_weights_digest(run), worker.weights_digest()
+    begun, now = first_weights_digest(run), policy.weights_digest()
     if begun not in (None, now):
         raise StorageError(
-            f"actor_rollout_ref.model.path={worker.cfg.actor_rollout_ref.model.path} holds other weights (SHA-256 "
+            f"actor_rollout_ref.model.path={policy.cfg.actor_rollout_ref.model.path} holds other weights (SHA-256 "
             f"{now[:12]}) than those that {run.root} began with ({begun[:12] if begun else ''}). Put them back."
         )
 

@@ -211,6 +211,36 @@ def _beside(folder: Path) -> Path:
     return candidate
 
 
+PLACES = (
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.balance_batch",
+    "ray",
+    *(
+        f"actor_rollout_ref.{key}"
+        for key in (
+            "actor.fsdp_config.fsdp_size",
+            "actor.fsdp_config.param_offload",
+            "actor.fsdp_config.optimizer_offload",
+            "actor.fsdp_config.offload_policy",
+            "actor.fsdp_config.reshard_after_forward",
+            "actor.fsdp_config.forward_prefetch",
+            "actor.ulysses_sequence_parallel_size",
+            "ref.fsdp_config",
+            "ref.ulysses_sequence_parallel_size",
+            "hybrid_engine",
+            "rollout.nnodes",
+            "rollout.n_gpus_per_node",
+            "rollout.tensor_model_parallel_size",
+            "rollout.data_parallel_size",
+            "rollout.gpu_memory_utilization",
+            "rollout.free_cache_engine",
+        )
+    ),
+)
+"""Where and in how many places the same is computed: it decides a result up to rounding alone."""
+
+
 MAY_CHANGE = (
     "trainer.save_freq",
     "trainer.test_freq",
@@ -227,6 +257,7 @@ MAY_CHANGE = (
     "actor_rollout_ref.rollout.val_kwargs",
     "trainer.alarms",
     "trainer.stop_grace_s",
+    *PLACES,
     "algorithm.filter_groups.max_num_gen_batches",
     "reward.num_workers",
     "reward.timeout_s",

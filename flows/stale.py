@@ -222,10 +222,14 @@ class _Rewards:
 
 
 @dataclass(frozen=True)
-class _Engine:
-    """What the rollout stages are opened with: no model."""
+class _Group:
+    """What the ranks' stages are opened with: no model."""
 
     policy_digest: str | None
+
+    def weights_digest(self) -> str | None:
+        """Of the policy after the step."""
+        return self.policy_digest
 
 
 def _nobody(run: Run, cfg: RunConfig, view: StepView) -> tuple[Workers, str | None]:
@@ -246,8 +250,8 @@ def _nobody(run: Run, cfg: RunConfig, view: StepView) -> tuple[Workers, str | No
     val = _prompts((known.made_from or {}).get("also", {}).get("data", "") if known else "", 0)
     rewards = cast(Any, _Rewards(code))
     first_weights = inputs["digests"].get("actor_rollout_ref.model.path")
-    engine = cast(Any, _Engine(_weights_digest(view) if view.index else first_weights))
-    return Workers(cast(Any, None), engine, cast(Any, None), rewards, train, val), problem
+    group = cast(Any, _Group(_weights_digest(view) if view.index else first_weights))
+    return Workers(group, rewards, train, val), problem
 
 
 def _prompts(digest: str, rows: int) -> PreparedPrompts:

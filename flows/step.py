@@ -36,19 +36,15 @@ from tasks.validate import validation_metrics
 
 if TYPE_CHECKING:
     from tasks.data import PreparedPrompts
-    from tasks.engines.protocol import RolloutEngine
-    from tasks.generate import Tokenizer
     from tasks.rewards.pool import RewardPool
-    from tasks.workers.policy import PolicyWorker
+    from tasks.workers.group import WorkerGroup
 
 
 @dataclass(frozen=True)
 class Workers:
     """What stages work with, alive for the whole run."""
 
-    policy: PolicyWorker
-    engine: RolloutEngine
-    tokenizer: Tokenizer
+    group: WorkerGroup
     rewards: RewardPool
     train: PreparedPrompts
     val: PreparedPrompts | None
@@ -81,12 +77,12 @@ def train_step(step: Step, workers: Workers, stages: Stages) -> dict[str, Artifa
         scoring = _already(rewards)
     else:
         prompts = stages.run(choose_prompts, step, workers.train)
-        rollouts = stages.run(generate, step, prompts, workers.engine, workers.tokenizer)
+        rollouts = stages.run(generate, step, prompts, workers.group)
         scoring = stages.start(reward, step, prompts, rollouts, workers.rewards)
     try:
         greedy = _greedy_baseline(step, workers, stages, prompts) if step.cfg.estimator_needs("greedy_score") else None
-        old = stages.run(old_log_prob, step, prompts, rollouts, workers.policy)
-        ref = stages.run(ref_log_prob, step, prompts, rollouts, workers.policy) if step.cfg.needs_ref else None
+        old = stages.run(old_log_prob, step, prompts, rollouts, workers.group)
+        ref = stages.run(ref_log_prob, step, prompts, rollouts, workers.group) if step.cfg.needs_ref else None
         rewards = scoring()
     except BaseException:
         workers.rewards.stop()
@@ -94,7 +90,7 @@ def train_step(step: Step, workers: Workers, stages: Stages) -> dict[str, Artifa
     previous = before.artifact("advantages") if before else None
     advantages = stages.run(advantage, step, rollouts, rewards, old, ref, previous, greedy)
     ref_in_loss = ref if step.cfg.actor_rollout_ref.actor.use_kl_loss else None
-    updates = stages.run(update, step, prompts, rollouts, old, ref_in_loss, advantages, workers.policy)
+    updates = stages.run(update, step, prompts, rollouts, old, ref_in_loss, advantages, workers.group)
 
     made += [prompts, rollouts, *(greedy or ()), old, *([ref] if ref else []), rewards, advantages, updates]
     artifacts = {artifact.stage: artifact for artifact in made}
@@ -147,7 +143,7 @@ def _calls_with_signal(step: Step, workers: Workers, stages: Stages, drawn: int)
         refuse_another_call(step, calls, kept, workers.train.table.num_rows)
         number = len(calls) + 1
         prompts = stages.run(choose_candidates, step, workers.train, number, drawn)
-        rollouts = stages.run(generate, step, prompts, workers.engine, workers.tokenizer, number)
+        rollouts = stages.run(generate, step, prompts, workers.group, number)
         calls.append(Call(prompts, rollouts, stages.run(reward, step, prompts, rollouts, workers.rewards, number)))
         kept = signal_groups(step.cfg, calls)
     return calls
@@ -155,7 +151,7 @@ def _calls_with_signal(step: Step, workers: Workers, stages: Stages, drawn: int)
 
 def _greedy_baseline(step: Step, workers: Workers, stages: Stages, prompts: Artifact) -> tuple[Artifact, Artifact]:
     """The greedy response to each prompt, and its score."""
-    rollouts = stages.run(generate_greedy, step, prompts, workers.engine, workers.tokenizer)
+    rollouts = stages.run(generate_greedy, step, prompts, workers.group)
     return rollouts, stages.run(reward_greedy, step, prompts, rollouts, workers.rewards)
 
 
@@ -180,7 +176,7 @@ def validate_policy(step: Step, workers: Workers, stages: Stages) -> dict[str, A
 def _validate(step: Step, workers: Workers, stages: Stages, artifacts: dict[str, Artifact]) -> dict[str, float | None]:
     started = time.perf_counter()
     prompts = stages.run(choose_validation_prompts, step, workers.val)
-    rollouts = stages.run(generate_validation, step, prompts, workers.engine, workers.tokenizer)
+    rollouts = stages.run(generate_validation, step, prompts, workers.group)
     rewards = stages.run(reward_validation, step, prompts, rollouts, workers.rewards)
     artifacts.update({artifact.stage: artifact for artifact in (prompts, rollouts, rewards)})
     metrics = validation_metrics(prompts, rollouts, rewards, step.cfg)

@@ -22,6 +22,7 @@ from flows.plan_view import plan_of
 from flows.plan_words import plan_in_brief
 from flows.prefect_server import PrefectAPI, prefect_api
 from flows.progress import Progress, RunConsole
+from flows.ranks import Replacement, worker_group
 from flows.recipes import prepare
 from flows.recover import last_finished_step, newest_checkpoint, rebuild, recover, seen_checkpoints
 from flows.run_folder import (
@@ -137,13 +138,14 @@ def run_training(
     with ExitStack() as stack:
         # What can be refused is refused here, before there is a run.
         workers = stack.enter_context(open_workers(cfg, plan, data))
-        first_weights = workers.policy.weights_digest()
+        first_weights = workers.group.weights_digest()
         run = stack.enter_context(open_run_for_training(cfg, progress.say, back, origin))
         if back is not None:
             check_going_back(run, back, last_finished_step(run), plan.total_steps or 0)
-            rebuild(run, workers.policy, back.step - 1, progress.say)
+            rebuild(run, workers.group, back.step - 1, progress.say)
             open_lineage(run, cfg, back, data.train, progress.say)
         tracker = stack.enter_context(Tracker(run, cfg, progress.say))
+        workers.group.log_to(run.root / "logs")
         keep_inputs(run, data.train, first_weights, workers.rewards.code_digest, progress.say)
         stack.enter_context(state_is_kept(run, tracker, progress.say))
         runner = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
@@ -219,17 +221,10 @@ def load_data(cfg: RunConfig) -> Data:
 
 @contextmanager
 def open_workers(cfg: RunConfig, plan: Plan, data: Data) -> Iterator[Workers]:
-    """Start the reward processes and load the policy."""
-    with RewardPool(cfg) as pool:
-        # torch and transformers take seconds to import; everything that can be refused without them is refused before.
-        from tasks.engines.transformers_engine import TransformersEngine
-        from tasks.workers.policy import PolicyWorker
-
-        sources = set(data.train.table["data_source"].unique().to_pylist())
-        policy = PolicyWorker(cfg, total_steps=plan.total_steps or 1, with_reference=cfg.needs_ref)
-        pool.check(sources)
-        engine = TransformersEngine(policy, data.tokenizer)
-        yield Workers(policy, engine, data.tokenizer, pool, data.train, data.val)
+    """Start the reward processes and the ranks, which load the policy."""
+    with RewardPool(cfg) as pool, worker_group(cfg, plan, data.tokenizer) as group:
+        pool.check(set(data.train.table["data_source"].unique().to_pylist()))
+        yield Workers(group, pool, data.train, data.val)
 
 
 def describe(run: RunWriter, cfg: RunConfig, plan: Plan, data: Data, tracker: Tracker) -> None:
@@ -273,12 +268,13 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.retainer = Retainer(self.run, self.cfg, self.progress.say)
+        self.ranks = Replacement(self.run, self.workers.group, self._recover, self.progress.say)
 
     def to_the_end(self) -> Outcome:
         """Recover, then train until the plan's last step, validating and saving as `trainer` says."""
         outcome = Outcome(self.run.root)
         with self.progress.live():
-            done = recover(self.run, self.cfg, self.workers.policy, self.progress.say, total_steps=self.total)
+            done = self.ranks.within(self._recover)
             self._tell_open_step(done + 1)
             if done and not self.cfg.trainer.val_only and self._is_due(done, self.cfg.trainer.save_freq):
                 # A kill can come between the step and its checkpoint.
@@ -293,7 +289,7 @@ class Loop:
                     self.step(index, outcome, validates=self._is_due(index, self.cfg.trainer.test_freq))
                     if self._is_due(index, self.cfg.trainer.save_freq):
                         self._save(index)
-        outcome.last_step = self.workers.policy.policy_version
+        outcome.last_step = self.ranks.within(lambda: self.workers.group.policy_version)
         if outcome.last_step and not self.cfg.trainer.val_only:
             self._save(outcome.last_step)
         return outcome
@@ -334,7 +330,10 @@ class Loop:
         return Step(index, self.run, self.cfg, validates=validates, before_stage=self.before_stage)
 
     def _run(self, flow: Callable[..., Any], step: Step, name: str, next_name: str | None = None) -> None:
-        self.runner.call(flow, step, self.workers, name=name, next_name=next_name)
+        self.ranks.within(lambda: self.runner.call(flow, step, self.workers, name=name, next_name=next_name))
+
+    def _recover(self) -> int:
+        return recover(self.run, self.cfg, self.workers.group, self.progress.say, total_steps=self.total)
 
     def _report(self, index: int, outcome: Outcome) -> None:
         record = self.run.step(index).record
@@ -355,7 +354,7 @@ class Loop:
         newest = newest_checkpoint(self.run, index, self.progress.say)
         saved = newest is None or newest.step != index
         if saved:
-            self._write_checkpoint(index)
+            self.ranks.within(lambda: self._write_checkpoint(index))
         keep, seen = self.cfg.trainer.max_actor_ckpt_to_keep, seen_checkpoints(self.run)
         removed = prune_checkpoints(self.run.root, keep, seen=seen)
         if saved or removed:
@@ -363,19 +362,19 @@ class Loop:
             self.retainer.after_checkpoint(index)
 
     def _write_checkpoint(self, index: int) -> None:
-        policy = self.workers.policy
+        group = self.workers.group
         about = {
             "run_id": self.run.run_id,
             "policy_version": index,
-            "weights_digest": policy.weights_digest(),
+            "weights_digest": group.weights_digest(),
             "kl_coef": kl_coef(self.cfg, self.run.step(index).artifact("advantages")),
             "generate_calls": calls_before(self.run.step(index).artifact("prompts")),
         }
         save_checkpoint(
             self.run.root,
             index,
-            policy.save,
-            expected_bytes=policy.checkpoint_bytes(),
+            group.save,
+            expected_bytes=group.checkpoint_bytes(),
             about=about,
             lineage=self.run.lineage,
         )

@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -246,18 +248,70 @@ def check_parts(folder: Path, manifest: Manifest) -> None:
     """
     _refuse_dropped(folder)
     for part in manifest.parts:
-        path = stored_part(folder, part.name)
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise StorageError(f"{path} is missing though {MANIFEST} names it") from None
-        packed = path.name.endswith(PACKED)
-        if size != part.bytes and not packed:
-            raise StorageError(f"{path} has {size} bytes but was committed with {part.bytes}")
-        if _trusted.get(str(path)) != (*_stamp(path), part.sha256):
-            if (hashlib.sha256(unpacked(path)).hexdigest() if packed else sha256_file(path)) != part.sha256:
-                raise StorageError(f"{path} has changed since it was committed: its SHA-256 is not the manifest's")
-            _trust(path, part.sha256)
+        _check_part(folder, part)
+
+
+def _check_part(folder: Path, part: Part) -> None:
+    path = stored_part(folder, part.name)
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise StorageError(f"{path} is missing though {MANIFEST} names it") from None
+    packed = path.name.endswith(PACKED)
+    if size != part.bytes and not packed:
+        raise StorageError(f"{path} has {size} bytes but was committed with {part.bytes}")
+    if _trusted.get(str(path)) != (*_stamp(path), part.sha256):
+        if (hashlib.sha256(unpacked(path)).hexdigest() if packed else sha256_file(path)) != part.sha256:
+            raise StorageError(f"{path} has changed since it was committed: its SHA-256 is not the manifest's")
+        _trust(path, part.sha256)
+
+
+SEEN_LATE_S = 10.0
+"""How long a file that another machine has written may take to show on a shared file system."""
+
+
+def wait_until_seen(folder: Path, parts: Sequence[Part] | None = None, timeout_s: float = SEEN_LATE_S) -> None:
+    """Wait for files that another process says it has written; what is missing at the end its reader tells.
+
+    A network file system remembers for a while that a name was not there: reading the folder makes it look again.
+
+    Args:
+        folder: of an artifact.
+        parts: files in it; None: those of its manifest, and the manifest.
+        timeout_s: how long at most.
+    """
+    end = time.monotonic() + timeout_s
+    while not _all_there(folder, parts) and time.monotonic() < end:
+        time.sleep(0.1)
+        with suppress(OSError):
+            for path in (folder.parent, folder):
+                os.listdir(path)  # noqa: PTH208
+
+
+def _all_there(folder: Path, parts: Sequence[Part] | None) -> bool:
+    try:
+        wanted = read_manifest(folder).parts if parts is None else parts
+        paths = [stored_part(folder, part.name) for part in wanted]
+        sizes = [path.stat().st_size for path in paths]
+    except (OSError, StorageError):
+        return False
+    pairs = zip(wanted, paths, sizes, strict=True)
+    return all(size == part.bytes or path.name.endswith(PACKED) for part, path, size in pairs)
+
+
+def read_parts(folder: Path, stage: str, parts: Sequence[Part]) -> pa.Table:
+    """Read parts that are not committed yet, in their order, after checking them.
+
+    Raises:
+        StorageError: a part is not what its writer says, or not of the artifact's schema.
+    """
+    tables = []
+    for part in parts:
+        _check_part(folder, part)
+        tables.append(_map(folder / part.name, None))
+        if tables[-1].num_rows != part.rows or not tables[-1].schema.equals(schema_of(stage)):
+            raise StorageError(f"{folder / part.name} is no part of {stage} with {part.rows} rows")
+    return pa.concat_tables(tables) if tables else schema_of(stage).empty_table()
 
 
 def stored_part(folder: Path, name: str) -> Path:

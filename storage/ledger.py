@@ -36,9 +36,11 @@ from storage.artifacts import (
     MANIFEST,
     Artifact,
     Manifest,
+    Part,
     Provenance,
     check_parts,
     commit,
+    commit_parts,
     read_manifest,
     read_table,
     reference,
@@ -413,6 +415,58 @@ class RunWriter(Run):
                 self.append("damaged", step=step, stage=stage, attempt=folder.name, reason=str(error))
         return None
 
+    @contextmanager
+    def attempt(self, step: int, stage: str) -> Iterator[Path]:
+        """The folder of the next attempt at a step's artifact, for parts; it is removed again when the block fails."""
+        with all_or_nothing(self._next_attempt(step, stage), f"artifact {stage} of step {step}") as folder:
+            yield folder
+
+    def _next_attempt(self, step: int, stage: str) -> Path:
+        folder = self.step(step).folder / stage
+        attempt = 1 + max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()), default=0)
+        return folder / f"{attempt:04d}"
+
+    def commit_parts(
+        self,
+        folder: Path,
+        parts: Sequence[Part],
+        *,
+        key: str,
+        policy_version: int,
+        started_at: datetime,
+        parents: Sequence[Artifact] = (),
+        made_from: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float | None] | None = None,
+        shapes: Mapping[str, int] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Artifact:
+        """Commit the parts that were written into the folder of an attempt."""
+        made_by = self._provenance(folder, key, policy_version, started_at, parents, made_from)
+        return commit_parts(folder, folder.parent.name, parts, made_by, metrics=metrics, shapes=shapes, notes=notes)
+
+    def _provenance(
+        self,
+        folder: Path,
+        key: str,
+        policy_version: int,
+        started_at: datetime,
+        parents: Sequence[Artifact],
+        made_from: Mapping[str, Any] | None,
+    ) -> Provenance:
+        return Provenance(
+            run_id=self.run_id,
+            lineage=self.lineage,
+            step=int(folder.parent.parent.name),
+            attempt=int(folder.name),
+            key=key,
+            policy_version=policy_version,
+            code_digest=self.code_digest,
+            config_digest=self.config_digest,
+            started_at=started_at,
+            parents={parent.stage: parent.digest for parent in parents},
+            made_from=made_from,
+        )
+
     def commit(
         self,
         step: int,
@@ -429,23 +483,10 @@ class RunWriter(Run):
         notes: Mapping[str, Any] | None = None,
     ) -> Artifact:
         """Commit a table as the next attempt of a step's artifact."""
-        folder = self.step(step).folder / stage
-        attempt = 1 + max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()), default=0)
-        made_by = Provenance(
-            run_id=self.run_id,
-            lineage=self.lineage,
-            step=step,
-            attempt=attempt,
-            key=key,
-            policy_version=policy_version,
-            code_digest=self.code_digest,
-            config_digest=self.config_digest,
-            started_at=started_at,
-            parents={parent.stage: parent.digest for parent in parents},
-            made_from=made_from,
-        )
+        folder = self._next_attempt(step, stage)
+        made_by = self._provenance(folder, key, policy_version, started_at, parents, made_from)
         return commit(
-            folder / f"{attempt:04d}",
+            folder,
             stage,
             [table],
             made_by,

@@ -342,6 +342,10 @@ class RolloutConfig(Section):
     """Longest response the engine makes; null: `data.max_response_length`."""
     max_model_len: int | None = Field(None, ge=1)
     """Context of the engine in tokens; null: the model's."""
+    nnodes: int = Field(0, ge=0)
+    """Without `hybrid_engine`: nodes that only sample."""
+    n_gpus_per_node: int | None = Field(None, ge=1)
+    """Without `hybrid_engine`: devices of each of them; null: `trainer.n_gpus_per_node`."""
     tensor_model_parallel_size: int = Field(2, ge=1)
     """Devices that share one copy of the engine's weights. verl's default is 2: set 1 on one device."""
     data_parallel_size: int = Field(1, ge=1)
@@ -362,6 +366,14 @@ class RolloutConfig(Section):
     """vLLM: cut long prompts into chunks."""
     load_format: str = "auto"
     """vLLM: how weights are first loaded."""
+    engine_python: str | None = None
+    """vLLM: the Python it runs with, such as /path/to/venv/bin/python of an environment of its own; null: this one."""
+    engine_startup_s: float = Field(600.0, gt=0)
+    """vLLM: how long it may take to start, or to load weights, in seconds."""
+    engine_silence_s: float = Field(300.0, gt=0)
+    """vLLM: how long one iteration of the engine may take, in seconds; an engine that is silent for longer is ended."""
+    engine_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Further arguments of the engine, under its name: `engine_kwargs.vllm.kv_cache_memory_bytes=2147483648`."""
     log_prob_micro_batch_size: int | None = Field(None, ge=1)
     """Deprecated in verl: sequences of one old-log-prob forward over all devices."""
     log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
@@ -393,6 +405,8 @@ class RefConfig(Section):
 class ActorRolloutRefConfig(Section):
     """`actor_rollout_ref`: the policy in its three roles."""
 
+    hybrid_engine: bool = True
+    """Sample on the devices that train; false: on others, `rollout.nnodes` x `rollout.n_gpus_per_node`."""
     model: ModelConfig = ModelConfig()
     actor: ActorConfig = ActorConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -652,6 +666,19 @@ class OrchestrationConfig(Section):
     """How long such a server may take to start."""
 
 
+class RayConfig(Section):
+    """`ray`: the processes of a run on several devices, one per device. On one device there is no Ray."""
+
+    address: str | None = None
+    """Ray cluster: `auto`, or host:port of its head; null: a Ray of the run's own on this machine, ending with it."""
+    startup_timeout_s: float = Field(300.0, gt=0)
+    """How long Ray and the ranks' processes may take to start; loading the model comes after that."""
+    rank_timeout_s: float = Field(60.0, gt=0)
+    """How long a rank may give no sign of life before it counts as lost; however long its work takes, it gives one."""
+    collective_timeout_s: float = Field(1800.0, gt=0)
+    """How long ranks wait for each other in the middle of a computation."""
+
+
 class RunConfig(Section):
     """Everything a run is made from."""
 
@@ -662,6 +689,7 @@ class RunConfig(Section):
     reward_model: RewardModelConfig = RewardModelConfig()
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
+    ray: RayConfig = RayConfig()
     storage: StorageConfig = StorageConfig()
     tracking: TrackingConfig = TrackingConfig()
     orchestration: OrchestrationConfig = OrchestrationConfig()
@@ -670,6 +698,21 @@ class RunConfig(Section):
     def needs_ref(self) -> bool:
         """Whether a reference policy is needed: for KL in the loss or in the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def sampling_devices(self) -> tuple[int, int]:
+        """Nodes that sample, and devices of each."""
+        rollout, trainer = self.actor_rollout_ref.rollout, self.trainer
+        if self.actor_rollout_ref.hybrid_engine:
+            return trainer.nnodes, trainer.n_gpus_per_node
+        return rollout.nnodes, rollout.n_gpus_per_node or trainer.n_gpus_per_node
+
+    @property
+    def replica_devices(self) -> int:
+        """Devices of one replica of the rollout engine."""
+        rollout = self.actor_rollout_ref.rollout
+        shards = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
+        return shards * rollout.data_parallel_size
 
     def estimator_needs(self, name: str) -> bool:
         """Whether the advantage estimator reads a field of its input that not every step has."""

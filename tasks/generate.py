@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from storage import Artifact, Ragged, read_table
+from storage.artifacts import Part
 from storage.schema import round_of
 from tasks.algorithms.sample_metrics import length_metrics
 from tasks.config import RunConfig
 from tasks.seeds import sample_seed
-from tasks.stage import Stage, StageError, Step
+from tasks.stage import PartFolder, Stage, StageError, Step
+from tasks.workers.rank import Rank, share_of
 
 if TYPE_CHECKING:
-    from tasks.engines.protocol import Responses, RolloutEngine, Sampling
+    from tasks.engines.protocol import Sampling
+    from tasks.workers.group import WorkerGroup
 
 
 class Tokenizer(Protocol):
@@ -39,65 +43,61 @@ VALIDATION_READS = (*READS, "actor_rollout_ref.rollout.val_kwargs")
 CODE = ("tasks.generate", "tasks.seeds", "tasks.engines")
 
 
-def generate(
-    step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer, number: int | None = None
-) -> Artifact:
+def generate(step: Step, prompts: Artifact, group: WorkerGroup, number: int | None = None) -> Artifact:
     """Commit `rollouts`: `rollout.n` responses to each prompt.
 
     Args:
         step: the step.
         prompts: its prompts, or those of one generate call.
-        engine: holds the policy before the step.
-        tokenizer: for the responses' text.
+        group: holds the policy before the step.
         number: of the generate call, from 1, where a step makes several: commits `rollouts-01` and so on.
 
     Raises:
-        StageError: the engine holds another policy than this step samples from, or every group holds n equal responses.
+        StageError: the ranks hold another policy than this step samples from, or every group holds n equal responses.
     """
     name = "rollouts" if number is None else round_of("rollouts", number)
     stage = step.open(name, reads=READS, code=CODE, parents=[prompts])
     if done := stage.committed():
         return done
     rollout = step.cfg.actor_rollout_ref.rollout
-    columns, responses = _sample(step, prompts, engine, training_sampling(step.cfg), rollout.n, stage.policy_version)
-    columns["response_text"] = _decode(tokenizer, responses.response_ids)
-    prompt_lengths = Ragged.from_arrow(read_table(prompts, ["prompt_ids"])["prompt_ids"]).lengths
-    metrics = response_metrics(responses.response_ids, responses.finish_reason, prompt_lengths, step.cfg)
-    if metrics.get("rollout/duplicate_share") == 1.0 and rollout.do_sample and rollout.temperature > 0:
-        raise StageError(
-            f"step {step.index}: all {rollout.n} responses of every group are the same although "
-            f"actor_rollout_ref.rollout.temperature is {rollout.temperature}. A step on them teaches nothing. The "
-            "policy has collapsed, or the engine ignores its seeds: look at `grpoflow show`, start again from an "
-            "earlier checkpoint, or raise the temperature."
-        )
-    return _commit(stage, columns, responses, engine, metrics)
+    request = _request(stage, prompts, training_sampling(step.cfg), rollout.n)
+    with _sampled(stage, group, request) as (commit, table, rows):
+        prompt_lengths = Ragged.from_arrow(read_table(prompts, ["prompt_ids"])["prompt_ids"]).lengths
+        responses = Ragged.from_arrow(table["response_ids"])
+        metrics = response_metrics(responses, table["finish_reason"].to_pylist(), prompt_lengths, step.cfg)
+        metrics.update(across_ranks(responses, rows))
+        if metrics.get("rollout/duplicate_share") == 1.0 and rollout.do_sample and rollout.temperature > 0:
+            raise StageError(
+                f"step {step.index}: all {rollout.n} responses of every group are the same although "
+                f"actor_rollout_ref.rollout.temperature is {rollout.temperature}. A step on them teaches nothing. The "
+                "policy has collapsed, or the engine ignores its seeds: look at `grpoflow show`, start again from an "
+                "earlier checkpoint, or raise the temperature."
+            )
+        return commit(metrics)
 
 
-def generate_greedy(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer) -> Artifact:
+def generate_greedy(step: Step, prompts: Artifact, group: WorkerGroup) -> Artifact:
     """Commit `greedy_rollouts`: the greedy response to each prompt, whose score is remax's baseline."""
     stage = step.open("greedy_rollouts", reads=READS, code=CODE, parents=[prompts])
     if done := stage.committed():
         return done
     sampling = replace(training_sampling(step.cfg), greedy=True, log_probs=False)
-    columns, responses = _sample(step, prompts, engine, sampling, 1, stage.policy_version)
-    columns["sample_id"] = [f"{name}-greedy" for name in read_table(prompts, ["group_id"])["group_id"].to_pylist()]
-    columns["response_text"] = _decode(tokenizer, responses.response_ids)
-    return _commit(stage, columns, responses, engine)
+    with _sampled(stage, group, _request(stage, prompts, sampling, 1, baseline=True)) as (commit, *_):
+        return commit({})
 
 
-def generate_validation(step: Step, prompts: Artifact, engine: RolloutEngine, tokenizer: Tokenizer) -> Artifact:
+def generate_validation(step: Step, prompts: Artifact, group: WorkerGroup) -> Artifact:
     """Commit `val_rollouts`: `val_kwargs.n` responses to each validation prompt, by the policy after this step."""
     # A step that is made again may come to other weights under the same version.
-    also = {"policy": engine.policy_digest}
+    also = {"policy": group.weights_digest()}
     stage = step.open(
         "val_rollouts", reads=VALIDATION_READS, code=CODE, parents=[prompts], policy_version=step.index, also=also
     )
     if done := stage.committed():
         return done
     n = step.cfg.actor_rollout_ref.rollout.val_kwargs.n
-    columns, responses = _sample(step, prompts, engine, validation_sampling(step.cfg), n, stage.policy_version)
-    columns["response_text"] = _decode(tokenizer, responses.response_ids)
-    return _commit(stage, columns, responses, engine)
+    with _sampled(stage, group, _request(stage, prompts, validation_sampling(step.cfg), n)) as (commit, *_):
+        return commit({})
 
 
 def training_sampling(cfg: RunConfig) -> Sampling:
@@ -131,51 +131,159 @@ def validation_sampling(cfg: RunConfig) -> Sampling:
     )
 
 
-def _sample(
-    step: Step, prompts: Artifact, engine: RolloutEngine, sampling: Sampling, n: int, version: int
-) -> tuple[dict[str, object], Responses]:
-    if engine.policy_version != version:
-        held = engine.policy_version
-        raise StageError(f"step {step.index} samples from policy {version} but the engine holds {held}")
-    table = read_table(prompts, ["group_id", "prompt_index", "prompt_ids"])
-    group = np.repeat(np.arange(table.num_rows), n)
-    sample = np.tile(np.arange(n), table.num_rows)
-    index = table["prompt_index"].to_numpy()
-    slot = [int(name.rsplit("-", 1)[1]) for name in table["group_id"].to_pylist()]
-    seeds = [
-        sample_seed(step.cfg.trainer.seed, step.index, int(index[g]), slot[g], int(i))
-        for g, i in zip(group, sample, strict=True)
-    ]
-    responses = engine.generate(
-        Ragged.from_arrow(table["prompt_ids"]), group, np.asarray(seeds, dtype=np.int64), sampling
-    )
+# ------------------------------------------------------------------------------------------------------- on the ranks
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be sampled.
+
+    Attributes:
+        prompts: G prompts.
+        n: responses to each.
+        sampling: how.
+        step: number of the step, and
+        seed: the run's seed: they decide the samples' random streams.
+        policy_version: of the policy that is sampled from.
+        replica_ranks: ranks of one replica of the rollout engine.
+        first_samples: the first rank of a replica hosts its engine and samples for the others.
+        baseline: the responses are remax's baselines, and are named so.
+    """
+
+    prompts: Artifact
+    n: int
+    sampling: Sampling
+    step: int
+    seed: int
+    policy_version: int
+    replica_ranks: int = 1
+    first_samples: bool = False
+    baseline: bool = False
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a rank has sampled.
+
+    Attributes:
+        part: rows that it wrote.
+        policy_digest: of the weights that they are sampled from.
+        notes: how the log-probs were made.
+    """
+
+    part: Part
+    policy_digest: str
+    notes: dict[str, Any]
+
+
+def sample_responses(rank: Rank, folder: PartFolder, request: Request) -> Sampled | None:
+    """Rank task: sample this rank's rows, as its part of the artifact; None: it has no engine, and no rows.
+
+    Raises:
+        StageError: the engine holds another policy than is asked for.
+    """
+    rank.ready_to_sample()
+    engine = rank.engine
+    if engine is None:
+        return None
+    if engine.policy_version != request.policy_version:
+        raise StageError(
+            f"step {request.step} samples from policy {request.policy_version} but the engine holds "
+            f"{engine.policy_version}"
+        )
+    table = read_table(request.prompts, ["group_id", "prompt_index", "prompt_ids"])
+    rows = rank_rows(table.num_rows * request.n, rank.number, rank.ranks, request)
+    group, sample = rows // request.n, rows % request.n
+    seeds = _seeds(table, group, sample, request)
+    responses = engine.generate(Ragged.from_arrow(table["prompt_ids"]), group, seeds, request.sampling)
     group_ids = table["group_id"].take(pa.array(group))
-    columns: dict[str, object] = {
-        "sample_id": [f"{name}-{i:03d}" for name, i in zip(group_ids.to_pylist(), sample, strict=True)],
+    numbers = ["greedy"] * len(rows) if request.baseline else [f"{i:03d}" for i in sample]
+    columns = {
+        "sample_id": [f"{name}-{i}" for name, i in zip(group_ids.to_pylist(), numbers, strict=True)],
         "group_id": group_ids,
         "sample_index": sample.astype(np.int32),
         "response_ids": responses.response_ids,
-        "rollout_log_probs": responses.log_probs if responses.log_probs is not None else [None] * len(group),
+        "response_text": _decode(rank.tokenizer, responses.response_ids),
+        "rollout_log_probs": [None] * len(rows) if responses.log_probs is None else responses.log_probs,
         "finish_reason": responses.finish_reason,
-        "seed": np.asarray(seeds, dtype=np.int64),
-        "policy_version": np.full(len(group), version, dtype=np.int64),
+        "seed": seeds,
+        "policy_version": np.full(len(rows), request.policy_version, dtype=np.int64),
     }
-    return columns, responses
+    return Sampled(folder.write(rank.number, columns), engine.policy_digest, responses.notes)
+
+
+def rank_rows(rows: int, number: int, ranks: int, request: Request) -> np.ndarray:
+    """Rows that a rank samples: consecutive ones for each replica, and within it for each of its ranks.
+
+    Args:
+        rows: of all ranks.
+        number: of the rank.
+        ranks: how many there are; those of a replica are consecutive.
+        request: how large replicas are, and who samples in them.
+    """
+    replica, place = divmod(number, request.replica_ranks)
+    of_replica = share_of(rows, replica, ranks // request.replica_ranks)
+    if request.first_samples:
+        return of_replica if place == 0 else of_replica[:0]
+    return of_replica[share_of(len(of_replica), place, request.replica_ranks)]
+
+
+def _seeds(prompts: pa.Table, group: np.ndarray, sample: np.ndarray, request: Request) -> np.ndarray:
+    """[rows] seed of each response's own random stream."""
+    index = prompts["prompt_index"].to_numpy()
+    slot = [int(name.rsplit("-", 1)[1]) for name in prompts["group_id"].to_pylist()]
+    seeds = [
+        sample_seed(request.seed, request.step, int(index[g]), slot[g], int(i))
+        for g, i in zip(group, sample, strict=True)
+    ]
+    return np.asarray(seeds, dtype=np.int64)
 
 
 def _decode(tokenizer: Tokenizer, response_ids: Ragged) -> list[str]:
-    return tokenizer.batch_decode([row.tolist() for row in response_ids], skip_special_tokens=True)
+    # Tokenizers take a list of no rows for one empty row.
+    rows = [row.tolist() for row in response_ids]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
 
 
-def _commit(
-    stage: Stage,
-    columns: dict[str, object],
-    responses: Responses,
-    engine: RolloutEngine,
-    metrics: dict[str, float] | None = None,
-) -> Artifact:
-    notes = {**responses.notes, "policy_digest": engine.policy_digest}
-    return stage.commit(columns, metrics=metrics, shapes=token_shapes(responses.response_ids), notes=notes)
+def _request(stage: Stage, prompts: Artifact, sampling: Sampling, n: int, *, baseline: bool = False) -> Request:
+    cfg = stage.step.cfg
+    return Request(
+        prompts,
+        n,
+        sampling,
+        step=stage.step.index,
+        seed=cfg.trainer.seed,
+        policy_version=stage.policy_version,
+        replica_ranks=cfg.replica_devices,
+        first_samples=cfg.actor_rollout_ref.rollout.name == "vllm",
+        baseline=baseline,
+    )
+
+
+@contextmanager
+def _sampled(
+    stage: Stage, group: WorkerGroup, request: Request
+) -> Iterator[tuple[Callable[[dict[str, float]], Artifact], pa.Table, list[int]]]:
+    """Let the ranks sample; yield how to commit what they wrote with metrics, its rows, and how many each rank has."""
+    with stage.parts() as folder:
+        done = [one for one in group.sample(sample_responses, folder, request) if one is not None]
+        parts = [one.part for one in done]
+        table = stage.read_parts(folder, parts)
+        digests = {one.policy_digest for one in done}
+        if len(digests) != 1:
+            raise StageError(f"step {stage.step.index}: the ranks sample from different weights: {sorted(digests)}")
+
+        def commit(metrics: dict[str, float]) -> Artifact:
+            shapes = {
+                **token_shapes(Ragged.from_arrow(table["response_ids"])),
+                "ranks": group.sampling_ranks,
+                "replicas": group.sampling_ranks // request.replica_ranks,
+                "rows_per_rank": max(part.rows for part in parts),
+            }
+            notes = {**done[0].notes, "policy_digest": done[0].policy_digest}
+            return stage.commit_parts(folder, parts, metrics=metrics, shapes=shapes, notes=notes)
+
+        yield commit, table, [part.rows for part in parts]
 
 
 def response_metrics(
@@ -194,6 +302,25 @@ def response_metrics(
         **length_metrics(response_ids.lengths, cut, prompt_lengths, cfg.prompt_length),
         "rollout/duplicate_share": _duplicate_share(response_ids, cfg.actor_rollout_ref.rollout.n),
     }
+
+
+def across_ranks(response_ids: Ragged, rows: Sequence[int]) -> dict[str, float]:
+    """Share of responses that an earlier rank has given as well, to any prompt; nothing where one rank samples.
+
+    Engines that ignore their seeds repeat each other; short answers coincide by themselves.
+
+    Args:
+        response_ids: N rows, rank by rank.
+        rows: of each rank that samples.
+    """
+    if len(rows) < 2 or not len(response_ids):
+        return {}
+    given, repeated, row = set[bytes](), 0, 0
+    for count in rows:
+        own = [response_ids[place].tobytes() for place in range(row, row + count)]
+        repeated, row = repeated + sum(one in given for one in own), row + count
+        given.update(own)
+    return {"rollout/duplicate_share_across_ranks": repeated / len(response_ids)}
 
 
 def _duplicate_share(response_ids: Ragged, n: int) -> float:

@@ -1,19 +1,23 @@
-"""Stages `old_log_prob` and `ref_log_prob`: log-probs of the sampled tokens, recomputed by the policy worker."""
+"""Stages `old_log_prob` and `ref_log_prob`: log-probs of the sampled tokens, recomputed by the ranks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from storage import Artifact, Ragged, read_table
+from storage.artifacts import Part, read_manifest
 from tasks.algorithms.correction import probability_gap
 from tasks.config import RunConfig
-from tasks.stage import Stage, StageError, Step
+from tasks.stage import PartFolder, Stage, StageError, Step, aligned
 
 if TYPE_CHECKING:
-    from tasks.workers.policy import PolicyWorker
+    from tasks.workers.group import WorkerGroup
+    from tasks.workers.policy import LogProbs
+    from tasks.workers.rank import Rank
     from tasks.workers.sequences import MicroBatching, Sequences
 
 READS = (
@@ -26,11 +30,11 @@ READS = (
 CODE = ("tasks.log_prob", "tasks.workers")
 
 
-def old_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, worker: PolicyWorker) -> Artifact:
+def old_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, group: WorkerGroup) -> Artifact:
     """Commit `old_log_probs`: the ratio's denominator, and how far the sampler's own log-probs are from it.
 
     Raises:
-        StageError: the worker holds another policy than the one the rollouts were sampled from.
+        StageError: the ranks hold another policy than the one the rollouts were sampled from.
         NonFiniteError: a log-prob is NaN or infinite.
     """
     bypass, with_squares = step.cfg.algorithm.rollout_correction.bypass_mode, step.cfg.estimator_needs("sum_pi_squared")
@@ -40,26 +44,12 @@ def old_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, worker: Poli
         return done
     if bypass:
         return _commit_samplers(stage, rollouts)
-    if worker.policy_version != stage.policy_version:
+    if group.policy_version != stage.policy_version:
         raise StageError(
-            f"step {step.index} needs log-probs of policy {stage.policy_version}, not {worker.policy_version}"
+            f"step {step.index} needs log-probs of policy {stage.policy_version}, not {group.policy_version}"
         )
-    sequences, table = read_sequences(prompts, rollouts)
-    result = worker.log_probs(
-        sequences, old_micro_batching(step.cfg), temperature=temperature(step.cfg), sum_pi_squared=with_squares
-    )
-    nulls = [None] * table.num_rows
-    return stage.commit(
-        {
-            **_ids(table),
-            "old_log_probs": result.log_probs,
-            "entropy": nulls if result.entropy is None else result.entropy,
-            "sum_pi_squared": nulls if result.sum_pi_squared is None else result.sum_pi_squared,
-        },
-        metrics={**_entropy(result.entropy), **sampler_gap(table, result.log_probs)},
-        shapes={"tokens": int(sequences.lengths().sum()), "micro_batches": result.micro_batches},
-        notes=_notes(step.cfg, "policy"),
-    )
+    request = Request(prompts, rollouts, old_micro_batching(step.cfg), temperature(step.cfg), False, with_squares)
+    return _compute_and_commit(stage, group, request, "policy")
 
 
 def _commit_samplers(stage: Stage, rollouts: Artifact) -> Artifact:
@@ -73,7 +63,7 @@ def _commit_samplers(stage: Stage, rollouts: Artifact) -> Artifact:
     )
 
 
-def ref_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, worker: PolicyWorker) -> Artifact:
+def ref_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, group: WorkerGroup) -> Artifact:
     """Commit `ref_log_probs`: the same tokens under the frozen reference policy.
 
     Raises:
@@ -82,14 +72,110 @@ def ref_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, worker: Poli
     stage = step.open("ref_log_probs", reads=READS, code=CODE, parents=[prompts, rollouts], policy_version=0)
     if done := stage.committed():
         return done
-    sequences, table = read_sequences(prompts, rollouts)
-    micro = ref_micro_batching(step.cfg)
-    result = worker.log_probs(sequences, micro, temperature=temperature(step.cfg), reference=True)
-    return stage.commit(
-        {**_ids(table), "ref_log_probs": result.log_probs},
-        shapes={"tokens": int(sequences.lengths().sum()), "micro_batches": result.micro_batches},
-        notes=_notes(step.cfg, "reference"),
+    request = Request(prompts, rollouts, ref_micro_batching(step.cfg), temperature(step.cfg), True)
+    return _compute_and_commit(stage, group, request, "reference")
+
+
+# ------------------------------------------------------------------------------------------------------- on the ranks
+
+
+@dataclass(frozen=True)
+class Request:
+    """What log-probs are asked for.
+
+    Attributes:
+        prompts: of the step.
+        rollouts: its samples.
+        micro: how a rank cuts its rows.
+        temperature: logits are divided by it.
+        reference: under the reference policy, without entropy.
+        sum_pi_squared: also sums of squared probabilities.
+    """
+
+    prompts: Artifact
+    rollouts: Artifact
+    micro: MicroBatching
+    temperature: float
+    reference: bool
+    sum_pi_squared: bool = False
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a rank has done.
+
+    Attributes:
+        part: rows that it wrote; None: another rank wrote them.
+        micro_batches: forward passes it took.
+        tokens: of all sequences, its own and those of the other ranks.
+    """
+
+    part: Part | None
+    micro_batches: int
+    tokens: int
+
+
+def compute_log_probs(rank: Rank, folder: PartFolder, request: Request) -> Computed:
+    """Rank task: log-probs of this rank's rows, as its part of the artifact."""
+    rank.ready_to_train()
+    sequences, table = read_sequences(request.prompts, request.rollouts)
+    result = rank.policy.log_probs(
+        sequences,
+        request.micro,
+        temperature=request.temperature,
+        reference=request.reference,
+        sum_pi_squared=request.sum_pi_squared,
     )
+    part = None
+    # Ranks that share their sequences have the same numbers.
+    if rank.mesh.sp_rank == 0:
+        own = table if len(result.rows) == table.num_rows else table.take(pa.array(result.rows))
+        part = folder.write(rank.number, _columns(own, result, request))
+    return Computed(part, result.micro_batches, int(sequences.lengths().sum()))
+
+
+def _columns(rows: pa.Table, result: LogProbs, request: Request) -> dict[str, object]:
+    if request.reference:
+        return {**_ids(rows), "ref_log_probs": result.log_probs}
+    nulls = [None] * rows.num_rows
+    return {
+        **_ids(rows),
+        "old_log_probs": result.log_probs,
+        "entropy": nulls if result.entropy is None else result.entropy,
+        "sum_pi_squared": nulls if result.sum_pi_squared is None else result.sum_pi_squared,
+    }
+
+
+def _compute_and_commit(stage: Stage, group: WorkerGroup, request: Request, of: str) -> Artifact:
+    """Let the ranks compute, look at what they wrote, and commit it."""
+    with stage.parts() as folder:
+        done = group.run(compute_log_probs, folder, request)
+        parts = [one.part for one in done if one.part is not None]
+        table = stage.read_parts(folder, parts)
+        return stage.commit_parts(
+            folder,
+            parts,
+            metrics={} if request.reference else _metrics(table, request.rollouts),
+            shapes={
+                "tokens": done[0].tokens,
+                "micro_batches": max(one.micro_batches for one in done),
+                "ranks": group.ranks,
+                "rows_per_rank": max(part.rows for part in parts),
+            },
+            notes=_notes(stage.step.cfg, of),
+        )
+
+
+def _metrics(table: pa.Table, rollouts: Artifact) -> dict[str, float]:
+    """Entropy, and the gap to the sampler, in the order of the ranks' rows.
+
+    Log-probs that the engine took behind top-p or top-k, or without the temperature, are not comparable.
+    """
+    entropy = None if table["entropy"].null_count else Ragged.from_arrow(table["entropy"])
+    if not comparable(rollouts):
+        return _entropy(entropy)
+    sampled = aligned(rollouts, table["sample_id"], ["rollout_log_probs"])
+    return {**_entropy(entropy), **sampler_gap(sampled, Ragged.from_arrow(table["old_log_probs"]))}
 
 
 def read_sequences(prompts: Artifact, rollouts: Artifact) -> tuple[Sequences, pa.Table]:
@@ -149,6 +235,12 @@ def _micro_batching(by_tokens: bool, sequences: int | None, tokens: int, key: st
     if by_tokens:
         return MicroBatching(sequences=None, max_tokens=tokens, key=key)
     return MicroBatching(sequences=sequences, max_tokens=None, key=key)
+
+
+def comparable(rollouts: Artifact) -> bool:
+    """Whether the engine's log-probs are of the distribution that the policy's are of."""
+    notes = read_manifest(rollouts.folder).notes
+    return notes.get("log_probs", "processed") == "processed" and notes.get("filters", "none") == "none"
 
 
 def sampler_gap(rollouts: pa.Table, old_log_probs: Ragged) -> dict[str, float]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -20,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from storage import Artifact, Ragged, RunWriter, build_table, read_table
+from storage.artifacts import Part, read_parts, wait_until_seen, write_part
 from storage.durable import sha256_json
 from tasks.config import RunConfig
 
@@ -87,6 +89,25 @@ class Step:
 
 
 @dataclass(frozen=True)
+class PartFolder:
+    """Where the ranks write their parts of an artifact.
+
+    Attributes:
+        stage: name of the artifact.
+        path: folder of the attempt.
+        compression: inside the files.
+    """
+
+    stage: str
+    path: Path
+    compression: str
+
+    def write(self, rank: int, columns: Mapping[str, Any]) -> Part:
+        """Write one rank's rows and sync them."""
+        return write_part(self.path, rank, build_table(self.stage, columns), self.compression)
+
+
+@dataclass(frozen=True)
 class Stage:
     """One stage of one step, from opening to commit.
 
@@ -111,6 +132,47 @@ class Stage:
         """The artifact, when it was made from exactly the same things before and is intact."""
         return self.step.run.find(self.step.index, self.name, self.key)
 
+    @contextmanager
+    def parts(self) -> Iterator[PartFolder]:
+        """Begin an attempt whose rows ranks write; nothing of it stays when the block fails."""
+        with self.step.run.attempt(self.step.index, self.name) as folder:
+            yield PartFolder(self.name, folder, self.step.run.compression)
+
+    def read_parts(self, folder: PartFolder, parts: Sequence[Part]) -> pa.Table:
+        """The rows that ranks have written, in the order of the ranks.
+
+        Raises:
+            StorageError: a part is not what its rank says it is.
+            NonFiniteError: a token column holds a NaN or an infinity; the table is kept in quarantine.
+        """
+        wait_until_seen(folder.path, parts)
+        table = read_parts(folder.path, self.name, parts)
+        self._refuse_non_finite(table)
+        return table
+
+    def commit_parts(
+        self,
+        folder: PartFolder,
+        parts: Sequence[Part],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        shapes: Mapping[str, int] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Artifact:
+        """Commit what `read_parts` has read."""
+        return self.step.run.commit_parts(folder.path, parts, **self._about(metrics), shapes=shapes, notes=notes)
+
+    def _about(self, metrics: Mapping[str, float] | None) -> dict[str, Any]:
+        """What every manifest of this stage says."""
+        return {
+            "key": self.key,
+            "policy_version": self.policy_version,
+            "started_at": self.started_at,
+            "parents": self.parents,
+            "made_from": self.made_from,
+            "metrics": {name: value if math.isfinite(value) else None for name, value in (metrics or {}).items()},
+        }
+
     def commit(
         self,
         columns: Mapping[str, Any],
@@ -127,17 +189,7 @@ class Stage:
         table = build_table(self.name, columns)
         self._refuse_non_finite(table)
         return self.step.run.commit(
-            self.step.index,
-            self.name,
-            table,
-            key=self.key,
-            policy_version=self.policy_version,
-            started_at=self.started_at,
-            parents=self.parents,
-            made_from=self.made_from,
-            metrics={name: value if math.isfinite(value) else None for name, value in (metrics or {}).items()},
-            shapes=shapes,
-            notes=notes,
+            self.step.index, self.name, table, **self._about(metrics), shapes=shapes, notes=notes
         )
 
     def _refuse_non_finite(self, table: pa.Table) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,14 +12,16 @@ from storage import Artifact, Ragged, read_table
 from storage.artifacts import read_manifest
 from tasks.algorithms.advantages import NO_VERDICT, row_of_token
 from tasks.algorithms.sample_metrics import reduce_metrics, variance_proxies
-from tasks.config import ActorConfig
+from tasks.config import ActorConfig, RunConfig
 from tasks.log_prob import actor_micro_batching, read_sequences
 from tasks.seeds import hashed
 from tasks.shape_reward import truncated
 from tasks.stage import StageError, Step, aligned
 
 if TYPE_CHECKING:
-    from tasks.workers.policy import PolicyWorker, Signals
+    from tasks.workers.group import WorkerGroup
+    from tasks.workers.policy import Signals
+    from tasks.workers.rank import Rank
 
 READS = (
     "algorithm.rollout_correction",
@@ -39,7 +42,7 @@ def update(
     old_log_probs: Artifact,
     ref_log_probs: Artifact | None,
     advantages: Artifact,
-    worker: PolicyWorker,
+    group: WorkerGroup,
     recorded: Artifact | None = None,
 ) -> Artifact:
     """Train on the step's batch and commit `updates`: one row per optimizer step.
@@ -54,44 +57,99 @@ def update(
         old_log_probs: denominator of the ratio.
         ref_log_probs: for the KL in the loss; None: there is none.
         advantages: advantage and loss mask of each token.
-        worker: owns the weights, which move.
+        group: owns the weights, which move.
         recorded: the update that is made again; None: look for it by key.
 
     Raises:
-        StageError: the worker's policy is not the one this step starts from, or a repeated update gives other weights.
+        StageError: the ranks' policy is not the one this step starts from, or a repeated update gives other weights.
         NonFiniteError: a loss or gradient is NaN or infinite; the weights are those from before the step.
     """
     parents = [prompts, rollouts, old_log_probs, *([ref_log_probs] if ref_log_probs else []), advantages]
     stage = step.open("updates", reads=READS, code=CODE, parents=parents)
     done = recorded or stage.committed()
-    if done and worker.policy_version >= step.index:
+    version = group.policy_version
+    if done and version >= step.index:
         return done
-    if worker.policy_version != step.index - 1:
-        raise StageError(f"update {step.index} starts from policy {step.index - 1}, not {worker.policy_version}")
-    sequences, table = read_sequences(prompts, rollouts)
-    masks_truncated = step.cfg.actor_rollout_ref.actor.mask_truncated_responses
-    signals = read_signals(table, sequences.group, old_log_probs, ref_log_probs, advantages, masks_truncated)
-    mini_batches = plan_mini_batches(sequences.group, step.cfg.actor_rollout_ref.actor, step.index)
-    rows = worker.update(sequences, signals, mini_batches, actor_micro_batching(step.cfg), step=step.index)
-    digest = worker.weights_digest()
-    worker.policy_version = step.index
+    if version != step.index - 1:
+        raise StageError(f"update {step.index} starts from policy {step.index - 1}, not {version}")
+    batch = Batch(step.index, prompts, rollouts, old_log_probs, ref_log_probs, advantages)
+    made = group.run(take_steps, batch)[0]
     if done:
-        _compare(done, rows, worker, step.index)
+        _compare(done, made, group.ranks, step.index)
         return done
+    rows, dp_ranks = made.rows, group.ranks // step.cfg.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     versions = {"policy_version_in": step.index - 1, "policy_version_out": step.index}
-    digests = [None] * (len(rows) - 1) + [digest]
+    digests = [None] * (len(rows) - 1) + [made.weights_digest]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "more"}
     return stage.commit(
         {**columns, **{name: [value] * len(rows) for name, value in versions.items()}, "weights_digest": digests},
-        metrics={**update_metrics(rows), **_variance(old_log_probs, table["sample_id"], signals, rows)},
+        metrics={**update_metrics(rows), **_variance(batch, step.cfg, rows)},
         shapes={
             "tokens": sum(row["tokens"] for row in rows),
             "sequences": sum(row["sequences"] for row in rows),
             "micro_batches": sum(row["micro_batches"] for row in rows),
             "optimizer_steps": len(rows),
+            "ranks": group.ranks,
+            "rows_per_rank": sum(-(-row["sequences"] // dp_ranks) for row in rows),
         },
-        notes={"tensors": worker.tensor_digests()},
+        notes={"tensors": made.tensor_digests},
     )
+
+
+# ------------------------------------------------------------------------------------------------------- on the ranks
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The artifacts that an update is made from.
+
+    Attributes:
+        step: number of the step.
+        prompts: its prompts.
+        rollouts: its samples.
+        old_log_probs: denominator of the ratio.
+        ref_log_probs: for the KL in the loss; None: there is none.
+        advantages: advantage and loss mask of each token.
+    """
+
+    step: int
+    prompts: Artifact
+    rollouts: Artifact
+    old_log_probs: Artifact
+    ref_log_probs: Artifact | None
+    advantages: Artifact
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What came of an update, the same on every rank.
+
+    Attributes:
+        rows: one per optimizer step; see `PolicyWorker.update`.
+        weights_digest: of the new weights.
+        tensor_digests: of each trained weight.
+    """
+
+    rows: list[dict[str, Any]]
+    weights_digest: str
+    tensor_digests: dict[str, str]
+
+
+def take_steps(rank: Rank, batch: Batch) -> Updated:
+    """Rank task: one optimizer step per mini-batch; afterwards the rank holds the next policy version."""
+    rank.ready_to_train()
+    policy, cfg = rank.policy, rank.policy.cfg
+    sequences, table = read_sequences(batch.prompts, batch.rollouts)
+    signals = _signals(batch, table, sequences.group, cfg)
+    mini_batches = plan_mini_batches(sequences.group, cfg.actor_rollout_ref.actor, batch.step)
+    rows = policy.update(sequences, signals, mini_batches, actor_micro_batching(cfg), step=batch.step)
+    policy.policy_version = batch.step
+    return Updated(rows, policy.weights_digest(), policy.tensor_digests())
+
+
+def _signals(batch: Batch, rollouts: pa.Table, group: np.ndarray, cfg: RunConfig) -> Signals:
+    masks = cfg.actor_rollout_ref.actor.mask_truncated_responses
+    return read_signals(rollouts, group, batch.old_log_probs, batch.ref_log_probs, batch.advantages, masks)
 
 
 def read_signals(
@@ -151,6 +209,13 @@ def plan_mini_batches(group: np.ndarray, actor: ActorConfig, step: int) -> list[
     return epochs
 
 
+def _same(old: float | None, new: float | None, bound: float) -> bool:
+    """Whether two numbers are equal, or differ by a share of the larger that is no more than `bound`."""
+    if old is None or new is None:
+        return old is new
+    return abs(old - new) <= bound * max(abs(old), abs(new), 1e-6)
+
+
 def update_metrics(rows: list[dict]) -> dict[str, float]:
     """The step's numbers under verl's names: means over optimizer steps; the learning rate is the last one's."""
     names = {
@@ -176,13 +241,13 @@ def update_metrics(rows: list[dict]) -> dict[str, float]:
     return metrics
 
 
-def _variance(
-    old_log_probs: Artifact, sample_ids: pa.ChunkedArray, signals: Signals, rows: list[dict]
-) -> dict[str, float]:
+def _variance(batch: Batch, cfg: RunConfig, rows: list[dict]) -> dict[str, float]:
     """verl's variance proxies, where the old log-prob pass kept the sums of squared probabilities."""
-    column = aligned(old_log_probs, sample_ids, ["sum_pi_squared"])["sum_pi_squared"]
-    if column.null_count:
+    if read_table(batch.old_log_probs, ["sum_pi_squared"])["sum_pi_squared"].null_count:
         return {}
+    sequences, table = read_sequences(batch.prompts, batch.rollouts)
+    signals = _signals(batch, table, sequences.group, cfg)
+    column = aligned(batch.old_log_probs, table["sample_id"], ["sum_pi_squared"])["sum_pi_squared"]
     inside = signals.loss_mask.values
     norms = [row["grad_norm"] for row in rows if row["skipped"] is None]
     return variance_proxies(
@@ -196,17 +261,27 @@ def _variance(
     )
 
 
-def _compare(done: Artifact, rows: list[dict], worker: PolicyWorker, step: int) -> None:
-    """Refuse a repetition that differs from what was recorded: at which optimizer step, and in which tensors."""
+ROUNDING = 1e-3
+"""Largest relative difference of losses and gradient norms of the same update on other numbers of ranks."""
+
+
+def _compare(done: Artifact, made: Updated, ranks: int, step: int) -> None:
+    """Refuse a repetition that differs from what was recorded: at which optimizer step, and in which tensors.
+
+    With as many ranks as then it must be the same bit for bit; sums over another number of ranks are rounded otherwise.
+    """
     recorded = read_table(done, ["weights_digest", "loss", "grad_norm"]).to_pylist()
-    digest = worker.weights_digest()
+    digest, manifest = made.weights_digest, read_manifest(done.folder)
     if recorded[-1]["weights_digest"] == digest:
         return
-    pairs = enumerate(zip(recorded, rows, strict=False))
-    differ = [i for i, (old, new) in pairs if any(old[name] != new[name] for name in ("loss", "grad_norm"))]
+    bound = 0.0 if manifest.shapes.get("ranks", 1) == ranks else ROUNDING
+    pairs = enumerate(zip(recorded, made.rows, strict=False))
+    differ = [i for i, (old, new) in pairs if not all(_same(old[n], new[n], bound) for n in ("loss", "grad_norm"))]
+    if bound and not differ:
+        return
     first = f"from its optimizer step {differ[0]} on" if differ else "though every loss and gradient norm is the same"
-    known = read_manifest(done.folder).notes.get("tensors", {})
-    moved = [name for name, value in worker.tensor_digests().items() if known.get(name, value) != value]
+    known = manifest.notes.get("tensors", {})
+    moved = [name for name, value in made.tensor_digests.items() if known.get(name, value) != value]
     tensors = f", first in {moved[0]} ({len(moved)} of {len(known)} tensors)" if moved else ""
     raise StageError(
         f"update {step} was made again from its stored batch and gives other weights {first}{tensors}: SHA-256 "

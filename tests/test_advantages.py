@@ -374,7 +374,7 @@ CONFIGURATIONS = st.sampled_from([AlgorithmConfig(**options) for options in OPTI
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), cfg=CONFIGURATIONS)
 def test_advantages_do_not_depend_on_the_order_of_samples(name, seed, cfg):
     x = everything(seed)
@@ -385,7 +385,7 @@ def test_advantages_do_not_depend_on_the_order_of_samples(name, seed, cfg):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     score=st.lists(st.one_of(st.just(NAN), st.floats(-(2.0**100), 2.0**100, width=32)), min_size=12, max_size=12),
@@ -414,7 +414,7 @@ def test_advantages_are_finite_for_any_scores_and_zero_without_a_verdict(name, s
         ("gpg", {}),
     ],
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_advantages_of_a_group_sum_to_zero(name, options, seed):
     x = everything(seed)
@@ -423,7 +423,7 @@ def test_the_advantages_of_a_group_sum_to_zero(name, options, seed):
     np.testing.assert_allclose(np.bincount(x.group, weights=first), 0, atol=1e-5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_grpo_does_not_change_when_scores_are_shifted_and_scaled(seed):
     x = everything(seed)

@@ -246,7 +246,7 @@ def test_the_resolved_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert load_config([write(tmp_path / "a.yaml", to_yaml(cfg))]) == cfg
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(name=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=12), lr=st.floats(0, 1))
 def test_any_text_and_number_survive_being_saved(
     tmp_path_factory: pytest.TempPathFactory, name: str, lr: float

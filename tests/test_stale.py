@@ -307,12 +307,12 @@ def test_a_step_that_failed_in_its_update_does_not_generate_or_score_again(tiny_
     cfg = tiny_run("trainer.total_training_steps=3", "trainer.total_epochs=9")
     calls = []
     for stage, worker in (
-        ("rollouts", "tasks.generate._sample"),
+        ("rollouts", "tasks.generate.sample_responses"),
         ("rewards", "tasks.rewards.pool.RewardPool.score"),
         ("log_probs", "tasks.workers.policy.PolicyWorker.log_probs"),
     ):
         module, _, name = worker.rpartition(".")
-        owner = __import__(module, fromlist=["x"]) if name == "_sample" else _class(module)
+        owner = __import__(module, fromlist=["x"]) if name == "sample_responses" else _class(module)
         known = getattr(owner, name)
         monkeypatch.setattr(owner, name, _counted(known, stage, calls))
     from tasks.workers.policy import PolicyWorker

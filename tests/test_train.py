@@ -168,7 +168,7 @@ def test_a_run_killed_in_a_stage_goes_on_at_that_stage_and_ends_with_the_same_we
         with pytest.raises(Killed):
             run(tiny_run())
     with monkeypatch.context() as patch:
-        patch.setattr("tasks.generate._sample", die)
+        patch.setattr("tasks.generate.sample_responses", die)
         the_run, _ = None, None
         with pytest.raises(Killed):  # step 2 samples; step 1 must not
             run(tiny_run())
@@ -274,8 +274,10 @@ def test_a_signal_ends_the_run_cleanly_and_leaves_its_state(tiny_run, tmp_path):
 def test_a_bad_plan_is_refused_before_anything_is_written(tiny_run):
     with pytest.raises(PlanError, match="ppo_mini_batch_size"):
         run(tiny_run("actor_rollout_ref.actor.ppo_mini_batch_size=32"))
-    with pytest.raises(ValueError, match="training runs on one"):
-        run(tiny_run("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"))
+    with pytest.raises(ValueError, match=r"this machine alone.*set ray.address=auto"):
+        run(tiny_run("trainer.nnodes=2"))
+    with pytest.raises(ValueError, match=r"no device samples\. Say how many do"):
+        run(tiny_run("actor_rollout_ref.hybrid_engine=false"))
     cfg = tiny_run("data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     with pytest.raises((PlanError, DataError), match="16"):
         run(cfg)
