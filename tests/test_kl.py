@@ -113,7 +113,13 @@ def test_k3_is_within_its_bounds_for_any_two_log_probs(log_prob, ref, kind):
 def test_k3_within_its_bounds_is_the_unclamped_formula():
     log_r = np.linspace(-9, 2.5, 50)
     got = kl_estimate(torch.zeros(50, dtype=torch.float64), torch.from_numpy(log_r), "k3")
-    np.testing.assert_array_equal(got.numpy(), torch.from_numpy(log_r).exp().numpy() - log_r - 1)
+    np.testing.assert_allclose(got.numpy(), np.exp(log_r) - log_r - 1, rtol=1e-12)
+
+
+def test_k3_of_log_probs_that_differ_by_rounding_is_not_below_zero():
+    step = np.float32(2**-24)
+    log_r = torch.from_numpy(np.arange(-4000, 4001).astype(np.float32) * step)
+    assert (kl_estimate(torch.zeros_like(log_r), log_r, "k3") >= 0).all()
 
 
 def test_k3_is_unbiased_and_k1_in_a_loss_has_an_expected_gradient_of_zero():

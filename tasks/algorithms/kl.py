@@ -59,7 +59,7 @@ def _estimate(gap: torch.Tensor, kind: str, ratio: torch.Tensor | None) -> torch
         return weight * (0.5 * gap.square())
     if kind in ("low_var_kl", "k3"):
         log_r = (-gap).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return (weight * (log_r.exp() - log_r - 1)).clamp(-MAX_K3, MAX_K3)
+        return (weight * (log_r.expm1() - log_r)).clamp(-MAX_K3, MAX_K3)
     raise ValueError(
         f"no KL estimator is called {kind!r} (actor_rollout_ref.actor.kl_loss_type, algorithm.kl_penalty); "
         "there are kl, k1, abs, mse, k2, low_var_kl, k3, each with or without a trailing +"
@@ -75,7 +75,7 @@ def kl_clamped(
         return torch.zeros_like(log_r, dtype=torch.bool)
     held = log_r.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight = 1.0 if ratio is None else ratio.detach()
-    return (log_r.abs() > MAX_LOG_RATIO) | (weight * (held.exp() - held - 1) > MAX_K3)
+    return (log_r.abs() > MAX_LOG_RATIO) | (weight * (held.expm1() - held) > MAX_K3)
 
 
 def kl_in_reward(
