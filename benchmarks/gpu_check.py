@@ -46,7 +46,7 @@ from tasks.config import RunConfig
 from tasks.engines.protocol import Sampling
 from tasks.engines.transformers_engine import TransformersEngine
 from tasks.tokenizer import load_tokenizer
-from tasks.workers.forward import choose_layout
+from tasks.workers.layout import Layout
 from tasks.workers.policy import PolicyWorker, Signals
 from tasks.workers.sequences import MicroBatching, Sequences
 
@@ -129,9 +129,7 @@ class Check:
 
     def layout_name(self, worker: PolicyWorker, *, training: bool) -> str:
         """How the worker really lays sequences: what is asked for may not be possible."""
-        remove = worker.cfg.actor_rollout_ref.model.use_remove_padding
-        shares = worker.shares_prompts(training=training)
-        return choose_layout(worker.model, share_prompts=shares, remove_padding=remove).value
+        return worker.layout(training=training).value
 
     # ------------------------------------------------------------------------------------------------------ the stages
 
@@ -182,7 +180,8 @@ class Check:
 
     def flops(self, worker: PolicyWorker, seqs: Sequences, *, training: bool) -> float:
         """Operations of a forward pass in the worker's present layout."""
-        return forward_flops(self.sizes, seqs, self.micro, shared=worker.shares_prompts(training=training))
+        shared = worker.layout(training=training) is Layout.SHARED_PROMPTS
+        return forward_flops(self.sizes, seqs, self.micro, shared=shared)
 
     def stage(self, mode: str, stage: str, layout: str, work: Work, most: int) -> None:
         """Measure a stage and note it; where memory does not suffice, with less at once, as far as there is less."""

@@ -223,11 +223,12 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         from storage import StorageError
+        from tasks.engines.engine_process import EngineDied, EngineFailed, WeightsNotTaken
         from tasks.rewards.calls import RewardError
         from tasks.stage import StageError
         from tasks.workers.group import RanksLost
 
-        if isinstance(error, StageError | RewardError | RanksLost):
+        if isinstance(error, StageError | RewardError | RanksLost | EngineDied | EngineFailed | WeightsNotTaken):
             _fail(error, 1)
         if not isinstance(error, ValueError | StorageError | OSError):
             raise

@@ -33,9 +33,12 @@ def polite_end(grace_s: float, say: Callable[[str], None]) -> Iterator[Callable[
     asked: list[int] = []
     begun = threading.Event()
 
+    def ending() -> BaseException:
+        return KeyboardInterrupt() if asked[0] == signal.SIGINT else Terminated(128 + signal.SIGTERM)
+
     def end() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        raise KeyboardInterrupt if asked[0] == signal.SIGINT else Terminated(128 + signal.SIGTERM)
+        raise ending()
 
     def request(number: int, _: FrameType | None) -> None:
         asked.append(number)
@@ -56,6 +59,11 @@ def polite_end(grace_s: float, say: Callable[[str], None]) -> Iterator[Callable[
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield check
+    except SystemExit as error:
+        # Ray turns what a handler raises within its calls into a SystemExit of its own.
+        if asked and not isinstance(error, Terminated):
+            raise ending() from error
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():

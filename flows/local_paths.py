@@ -15,6 +15,8 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
     never taken for a hub's name when the folder is gone.
     """
     model, trainer = cfg.actor_rollout_ref.model, cfg.trainer
+    rollout = cfg.actor_rollout_ref.rollout
+    python = rollout.engine_python
     hub_or_folder = ("path", "tokenizer_path", "lora_adapter_path")
     functions = tuple(one.model_copy(update={"name": _reward_name(one.name)}) for one in cfg.reward.functions)
     sections = {
@@ -26,6 +28,7 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
         "actor_rollout_ref": _updated(
             cfg.actor_rollout_ref,
             model=_updated(model, **{name: _if_folder(getattr(model, name)) for name in hub_or_folder}),
+            rollout=_updated(rollout, engine_python=_absolute(python) if python and "/" in python else python),
         ),
         "custom_reward_function": _updated(cfg.custom_reward_function, path=_absolute(cfg.custom_reward_function.path)),
         "reward": _updated(cfg.reward, functions=functions),

@@ -64,19 +64,31 @@ class Replacement:
 
     def _start_again(self, lost: RanksLost) -> None:
         finished = last_finished_step(self._run)
-        about = {"rank": lost.rank, "host": lost.host, "pid": lost.pid, "reason": lost.reason}
-        self._run.append("ranks_lost", step=finished + 1, **about)
+        self._write_down(lost, finished)
         if self._lost_after == finished:
-            raise RanksLost(
-                f"{lost.reason}. The ranks were started again once since step {finished}; a second loss ends the run",
-                lost.rank,
-                lost.host,
-                lost.pid,
-                lost.last_lines,
-                lost.log,
-            ) from lost
+            raise _second(lost, finished) from lost
         self._lost_after = finished
         self._say(str(lost))
         self._say(f"all ranks are started again, and step {finished + 1} goes on with what it has committed")
-        self._group.rebuild()
-        self._recover()
+        try:
+            self._group.rebuild()
+            self._recover()
+        except RanksLost as again:
+            self._write_down(again, finished)
+            raise _second(again, finished) from again
+
+    def _write_down(self, lost: RanksLost, finished: int) -> None:
+        about = {"rank": lost.rank, "host": lost.host, "pid": lost.pid, "reason": lost.reason}
+        self._run.append("ranks_lost", step=finished + 1, **about)
+
+
+def _second(lost: RanksLost, finished: int) -> RanksLost:
+    """A loss that ends the run."""
+    return RanksLost(
+        f"{lost.reason}. The ranks were started again once since step {finished}; a second loss ends the run",
+        lost.rank,
+        lost.host,
+        lost.pid,
+        lost.last_lines,
+        lost.log,
+    )

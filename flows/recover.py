@@ -66,7 +66,7 @@ def rebuild(run: RunWriter, group: WorkerGroup, step: int, say: Callable[[str], 
         return origin
     which = f"update {step}" if step == first + 1 else f"updates {first + 1} to {step}"
     rounded = _recorded_digest(run, step) != group.weights_digest()
-    but = ", with another number of ranks: equal up to rounding" if rounded else ""
+    but = ", in other places: equal up to rounding" if rounded else ""
     return f"{origin}, {which} made again from the stored batches in {time.monotonic() - started:.0f} s{but}"
 
 

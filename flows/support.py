@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from tasks.config import RunConfig
+from tasks.engines.vllm_settings import check_supported
 from tasks.geometry import Plan
 
 
@@ -45,6 +46,11 @@ def _reasons(cfg: RunConfig, plan: Plan) -> Iterator[str]:
             "(`ray start --head`, then `ray start --address=...` on the others) and set ray.address=auto."
         )
     rollout, replica = cfg.actor_rollout_ref.rollout, cfg.replica_devices
+    if rollout.name == "vllm":
+        try:
+            check_supported(cfg)
+        except ValueError as error:
+            yield str(error)
     if rollout.name == "vllm" and replica > cfg.sampling_devices[1]:
         yield (
             f"a vLLM replica of {replica} devices on machines with {cfg.sampling_devices[1]}: a replica lives on one "

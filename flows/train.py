@@ -16,7 +16,7 @@ from rich.text import Text
 from flows.alarms import alarms
 from flows.config import load_config
 from flows.gc import Retainer
-from flows.interrupts import Terminated, polite_end
+from flows.interrupts import polite_end
 from flows.local_paths import with_absolute_paths
 from flows.plan_view import plan_of
 from flows.plan_words import plan_in_brief
@@ -45,6 +45,7 @@ from storage.checkpoints import prune_checkpoints, save_checkpoint
 from tasks.advantage import kl_coef
 from tasks.config import RunConfig
 from tasks.data import PreparedPrompts, prepare_prompts
+from tasks.engines.vllm_settings import without_effect_here
 from tasks.filter_groups import calls_before
 from tasks.geometry import Plan, PlanError
 from tasks.rewards.pool import RewardPool
@@ -138,6 +139,8 @@ def run_training(
     with ExitStack() as stack:
         # What can be refused is refused here, before there is a run.
         workers = stack.enter_context(open_workers(cfg, plan, data))
+        for sentence in workers.group.run(without_effect_here, cfg)[0]:
+            progress.say(f"warning: {sentence}")
         first_weights = workers.group.weights_digest()
         run = stack.enter_context(open_run_for_training(cfg, progress.say, back, origin))
         if back is not None:
@@ -180,7 +183,7 @@ def state_is_kept(run: RunWriter, tracker: Tracker, say: Callable[[str], None]) 
     state, reason = "finished", None
     try:
         yield
-    except (KeyboardInterrupt, Terminated) as error:
+    except (KeyboardInterrupt, SystemExit) as error:
         state, reason = "killed", type(error).__name__
         raise
     except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ def update(
     batch = Batch(step.index, prompts, rollouts, old_log_probs, ref_log_probs, advantages)
     made = group.run(take_steps, batch)[0]
     if done:
-        _compare(done, made, group.ranks, step.index)
+        _compare(done, made, step.index)
         return done
     rows, dp_ranks = made.rows, group.ranks // step.cfg.actor_rollout_ref.actor.ulysses_sequence_parallel_size
     versions = {"policy_version_in": step.index - 1, "policy_version_out": step.index}
@@ -92,7 +93,7 @@ def update(
             "ranks": group.ranks,
             "rows_per_rank": sum(-(-row["sequences"] // dp_ranks) for row in rows),
         },
-        notes={"tensors": made.tensor_digests},
+        notes={"tensors": made.tensor_digests, "places": list(made.places)},
     )
 
 
@@ -128,11 +129,15 @@ class Updated:
         rows: one per optimizer step; see `PolicyWorker.update`.
         weights_digest: of the new weights.
         tensor_digests: of each trained weight.
+        places: what decides in which order is summed; see `_places`.
+        dtype: type that the policy computes in.
     """
 
     rows: list[dict[str, Any]]
     weights_digest: str
     tensor_digests: dict[str, str]
+    places: tuple[int, int, int, bool]
+    dtype: str
 
 
 def take_steps(rank: Rank, batch: Batch) -> Updated:
@@ -144,7 +149,15 @@ def take_steps(rank: Rank, batch: Batch) -> Updated:
     mini_batches = plan_mini_batches(sequences.group, cfg.actor_rollout_ref.actor, batch.step)
     rows = policy.update(sequences, signals, mini_batches, actor_micro_batching(cfg), step=batch.step)
     policy.policy_version = batch.step
-    return Updated(rows, policy.weights_digest(), policy.tensor_digests())
+    dtype = str(policy.model.compute_dtype).removeprefix("torch.")
+    return Updated(rows, policy.weights_digest(), policy.tensor_digests(), _places(rank), dtype)
+
+
+def _places(rank: Rank) -> tuple[int, int, int, bool]:
+    """Ranks, how many share a sequence, over how many the weights are sharded, and whether rows are balanced."""
+    mesh = rank.mesh
+    shards = 1 if mesh.fsdp is None else mesh.fsdp.size(mesh.fsdp.ndim - 1)
+    return mesh.world_size, mesh.sp_size, shards, rank.policy.cfg.trainer.balance_batch
 
 
 def _signals(batch: Batch, rollouts: pa.Table, group: np.ndarray, cfg: RunConfig) -> Signals:
@@ -209,13 +222,6 @@ def plan_mini_batches(group: np.ndarray, actor: ActorConfig, step: int) -> list[
     return epochs
 
 
-def _same(old: float | None, new: float | None, bound: float) -> bool:
-    """Whether two numbers are equal, or differ by a share of the larger that is no more than `bound`."""
-    if old is None or new is None:
-        return old is new
-    return abs(old - new) <= bound * max(abs(old), abs(new), 1e-6)
-
-
 def update_metrics(rows: list[dict]) -> dict[str, float]:
     """The step's numbers under verl's names: means over optimizer steps; the learning rate is the last one's."""
     names = {
@@ -261,31 +267,66 @@ def _variance(batch: Batch, cfg: RunConfig, rows: list[dict]) -> dict[str, float
     )
 
 
-ROUNDING = 1e-3
-"""Largest relative difference of losses and gradient norms of the same update on other numbers of ranks."""
+ROUNDING = {"float32": 1e-2, "bfloat16": 0.2, "float64": 1e-6}
+"""Largest relative difference of losses and gradient norms of the same update in other places, by type of computation.
+
+A loss is a sum of terms of both signs and may be near 0: a tenth of it, absolute, is always allowed there.
+"""
 
 
-def _compare(done: Artifact, made: Updated, ranks: int, step: int) -> None:
+def _compare(done: Artifact, made: Updated, step: int) -> None:
     """Refuse a repetition that differs from what was recorded: at which optimizer step, and in which tensors.
 
-    With as many ranks as then it must be the same bit for bit; sums over another number of ranks are rounded otherwise.
+    In the places of then it must be the same bit for bit; sums in another order are rounded otherwise.
     """
     recorded = read_table(done, ["weights_digest", "loss", "grad_norm"]).to_pylist()
     digest, manifest = made.weights_digest, read_manifest(done.folder)
     if recorded[-1]["weights_digest"] == digest:
         return
-    bound = 0.0 if manifest.shapes.get("ranks", 1) == ranks else ROUNDING
-    pairs = enumerate(zip(recorded, made.rows, strict=False))
-    differ = [i for i, (old, new) in pairs if not all(_same(old[n], new[n], bound) for n in ("loss", "grad_norm"))]
+    bound = rounding(manifest.notes, manifest.shapes, made.places, made.dtype)
+    differ = steps_that_differ(recorded, made.rows, bound)
     if bound and not differ:
         return
     first = f"from its optimizer step {differ[0]} on" if differ else "though every loss and gradient norm is the same"
     known = manifest.notes.get("tensors", {})
     moved = [name for name, value in made.tensor_digests.items() if known.get(name, value) != value]
     tensors = f", first in {moved[0]} ({len(moved)} of {len(known)} tensors)" if moved else ""
+    why = (
+        f"With other ranks, or rows shared out otherwise, losses and gradient norms may differ by {bound:g} of them"
+        if bound
+        else "Bit equality needs the same device type, library versions and thread count as the run had"
+    )
     raise StageError(
         f"update {step} was made again from its stored batch and gives other weights {first}{tensors}: SHA-256 "
-        f"{digest[:12]} against the recorded {recorded[-1]['weights_digest'][:12]}. Bit equality needs the same device "
-        "type, library versions and thread count as the run had; a checkpoint of this step or a later one needs no "
-        "repetition."
+        f"{digest[:12]} against the recorded {recorded[-1]['weights_digest'][:12]}. {why}; a checkpoint of this step "
+        "or a later one needs no repetition."
     )
+
+
+def rounding(
+    notes: Mapping[str, Any], shapes: Mapping[str, int], places: tuple[int, int, int, bool], dtype: str
+) -> float:
+    """How far a repeated update may be from the recorded one, as a share; 0: not at all.
+
+    Args:
+        notes: of the recorded update's manifest.
+        shapes: the same; for one that was written without `places`.
+        places: of the repetition.
+        dtype: type that the policy computes in.
+    """
+    ranks = shapes.get("ranks", 1)
+    then = tuple(notes.get("places") or (ranks, 1, ranks, True))
+    return 0.0 if then == places else ROUNDING.get(dtype, ROUNDING["bfloat16"])
+
+
+def steps_that_differ(recorded: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]], bound: float) -> list:
+    """Numbers of the optimizer steps whose loss or gradient norm is another one, by more than a share `bound`."""
+    floors = {"loss": 0.1 * bound, "grad_norm": 0.0}
+    pairs = enumerate(zip(recorded, made, strict=False))
+    return [i for i, (old, new) in pairs if not all(_same(old[n], new[n], bound, floors[n]) for n in floors)]
+
+
+def _same(old: float | None, new: float | None, bound: float, floor: float) -> bool:
+    if old is None or new is None:
+        return old is new
+    return abs(old - new) <= max(bound * max(abs(old), abs(new)), floor)

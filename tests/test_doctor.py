@@ -261,6 +261,35 @@ def test_vllm_is_an_error_only_where_it_is_asked_for(tmp_path, site):
     assert by_name(versions.check_vllm(Subject(tmp_path, cfg)))["vllm"].status == "error"
 
 
+@pytest.fixture
+def engine_environment(tmp_path):
+    """An environment of its own for the engine: its Python, and the folder of its packages."""
+    environment = tmp_path / "engine"
+    site = environment / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    site.mkdir(parents=True)
+    (environment / "bin").mkdir()
+    python = environment / "bin" / "python"
+    python.symlink_to(Path(sys.executable).resolve())
+    (environment / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    return python, site
+
+
+def test_an_engines_own_python_is_asked_for_vllm_and_not_this_one(tmp_path, engine_environment):
+    python, site = engine_environment
+    names = ("actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.engine_python={python}")
+    subject = Subject(tmp_path, load_config([], [*names]))
+    found = by_name(versions.check_vllm(subject))["vllm"]
+    assert found.status == "error" and "vLLM is not installed there" in found.found
+    fake_package(site, "vllm", "0.32.0", "torch==2.13.0", "fastapi<0.1", "extra-one; extra == 'more'")
+    found = by_name(versions.check_vllm(subject))["vllm"]
+    assert found.status == "error" and "torch missing (needs ==2.13.0)" in found.found
+    fake_package(site, "torch", "2.13.0+cpu")
+    found = by_name(versions.check_vllm(subject))
+    assert found["vllm"].status == "ok" and str(python) in found["vllm"].found and "vllm/prefect" not in found
+    nowhere = load_config([], [names[0], "actor_rollout_ref.rollout.engine_python=/nowhere/python"])
+    assert "does not answer" in by_name(versions.check_vllm(Subject(tmp_path, nowhere)))["vllm"].found
+
+
 # ------------------------------------------------------------------------------------------------------------ folder
 
 

@@ -32,6 +32,7 @@ KEYS = {
     "cap": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     "sp": "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
     "fsdp": "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+    "ref_fsdp": "actor_rollout_ref.ref.fsdp_config.fsdp_size",
     "tp": "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "pp": "actor_rollout_ref.rollout.pipeline_model_parallel_size",
     "gpus": "trainer.n_gpus_per_node",
@@ -338,6 +339,9 @@ def test_sequence_parallelism_needs_packed_sequences_and_matching_heads() -> Non
 def test_the_reference_shares_sequences_as_the_policy_does() -> None:
     problem = only_problem(worked_example(sp=2, ref_sp=1))
     assert (problem.code, problem.upper) == ("REF_SP", 2)
+    problem = only_problem(worked_example(fsdp=3, ref_fsdp=2))
+    assert (problem.code, problem.upper) == ("REF_FSDP", 3)
+    assert not plan(worked_example(fsdp=3, ref_fsdp=3)).problems and not plan(worked_example(fsdp=3)).problems
 
 
 def test_a_replica_must_not_straddle_nodes() -> None:

@@ -157,7 +157,7 @@ def test_every_row_has_one_rank_and_all_ranks_make_as_many_forward_passes(layout
             sizes = [sum(len(part) for part in own) for own in share.parts]
             assert sorted(share.order) == sorted(rows) and max(sizes) - min(sizes) <= 1
             turns = [share.turns(rank) for rank in range(ranks)]
-            assert len({len(own) for own in turns}) == 1 and len(turns[0]) <= share.micro_batches
+            assert {len(own) for own in turns} == {share.micro_batches}
             computed = np.concatenate([t.rows for own in turns for t in own if not t.idle] + [rows[:0]])
             answered = {int(row) for row in rows if seqs.responses.lengths[row]}
             assert answered <= set(computed.tolist()) and len(set(computed.tolist())) == len(computed)
@@ -284,6 +284,19 @@ def half_precision(rank, world_size, model):
     [row] = worker.update(seqs, signals, [[np.arange(10)]], MicroBatching(4, None), step=1)
     kinds = sorted({str(weight.dtype) for weight in worker._weights.values()})
     return [row["grad_norm"], row["loss"], kinds, near.rows.tolist(), near.log_probs.values.tolist()]
+
+
+def test_a_pass_without_gradient_before_it_leaves_every_weight_its_gradient(tiny_model):
+    """Autocast keeps casts of the weights, in some torch versions those made without gradient too."""
+    half = {"fsdp_config": {"mixed_precision": {"param_dtype": "bfloat16"}}}
+    cfg = config(tiny_model("qwen2"), model=FLOAT32, actor={**half, **CLIP_COV})
+    worker = PolicyWorker(cfg, total_steps=10, with_reference=False)
+    seqs, micro, layout = some_sequences(), MicroBatching(100, None), worker.layout(training=True)
+    near = worker.log_probs(seqs, micro, temperature=1.0).log_probs
+    with worker.model.computing():
+        batch = MiniBatch(cfg, worker.model, seqs, some_signals(seqs, near), layout=layout)
+        assert batch.accumulate(np.arange(10), micro, "here").skipped is None
+    assert [name for name, weight in worker._weights.items() if weight.grad is None] == []
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import io
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ from flows.recipes import recipe_file
 from flows.train import run_training
 from flows.warm_start import ensure_warm_start
 from storage import open_run
+from tasks.engines.engine_process import EngineProcess
 from tasks.warm_start.parameters import WarmStartParameters
 
 pytestmark = [*needs_vllm, pytest.mark.timeout(600)]
@@ -76,24 +76,34 @@ def test_the_quickstart_learns_with_vllm_and_its_log_probs_are_the_trainers(star
     assert engines_of_this_process() == []
 
 
-def test_a_run_goes_on_when_its_engine_is_killed(start, tmp_path):
-    killed = []
+def test_a_run_goes_on_when_its_engine_is_killed(start, tmp_path, monkeypatch):
+    """Killed as it samples step 2; what was committed before is not made again."""
+    original, asked, killed, before = EngineProcess.call, [], [], []
 
-    def kill():
-        deadline = time.monotonic() + 500
-        while time.monotonic() < deadline and not list(tmp_path.glob("**/steps/000002/rollouts")):
-            time.sleep(0.01)
-        for pid in engines_of_this_process():
-            os.kill(pid, signal.SIGKILL)
-            killed.append(pid)
+    def call(self, name, *args, **kwargs):
+        asked.append(name)
+        if name == "generate" and asked.count(name) == 2:
+            (folder,) = tmp_path.glob("**/steps/000001")
+            before.append(rollouts_digest(folder.parent.parent))
+            killed.append(self.pid)
+            threading.Timer(0.1, os.kill, (self.pid, signal.SIGKILL)).start()
+        return original(self, name, *args, **kwargs)
 
-    thread = threading.Thread(target=kill)
-    thread.start()
+    monkeypatch.setattr(EngineProcess, "call", call)
     outcome = run_training(quickstart(start, tmp_path, "trainer.test_freq=-1"), Console(file=io.StringIO()))
-    thread.join()
-    assert len(killed) == 1
+    assert len(killed) == 1 and not psutil.pid_exists(killed[0])
+    # The call that was cut short is made again, and one more for each further step.
+    assert asked.count("generate") == STEPS + 1
+    assert before == [rollouts_digest(outcome.folder)]
     run = open_run(outcome.folder)
     for step in range(1, STEPS + 1):
         assert run.step(step).table("rollouts").num_rows == 256
         assert run.step(step).manifest("old_log_probs").metrics["training/rollout_log_probs_gap_mean"] < 1e-3
     assert engines_of_this_process() == []
+
+
+def rollouts_digest(folder):
+    """Of the committed rollouts of step 1."""
+    artifact = open_run(folder).step(1).artifact("rollouts")
+    assert artifact is not None
+    return artifact.digest

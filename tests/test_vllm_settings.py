@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from test_engine import Letters
 
+from flows.local_paths import with_absolute_paths
+from flows.plan_view import plan_of
+from flows.support import refuse_unbuilt
 from tasks.config import RunConfig
 from tasks.engines.engine_process import EngineDied, EngineFailed, EngineProcess
 from tasks.engines.hand_over import hand_over
@@ -97,6 +100,24 @@ def test_further_arguments_go_to_vllm_but_not_over_what_the_engine_relies_on(tmp
 def test_what_vllm_cannot_do_is_refused_with_its_key(values, words):
     with pytest.raises(ValueError, match=words):
         VllmEngine(config(**values), tokenizer=None)
+
+
+def test_the_engines_python_is_kept_in_full_and_its_links_are_not_followed(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    wanted = str(tmp_path / "bin" / "python")
+    assert VllmEngine(config(engine_python="bin/python"), tokenizer=None)._python == wanted
+    rollouts = [
+        with_absolute_paths(config(engine_python=name)).actor_rollout_ref.rollout for name in ("bin/python", "py")
+    ]
+    assert [rollout.engine_python for rollout in rollouts] == [wanted, "py"]
+
+
+def test_what_vllm_cannot_do_is_refused_before_anything_is_opened():
+    cfg = config(name="vllm", temperature=2.5)
+    with pytest.raises(ValueError, match=r"cannot train it:\n- .*temperature=2.5: vLLM samples at 0"):
+        refuse_unbuilt(cfg, plan_of(cfg))
 
 
 def test_settings_without_effect_are_named_once_they_are_made():

@@ -313,11 +313,11 @@ def test_a_mini_batch_without_loss_tokens_is_skipped_and_the_weights_stay(tiny_m
     assert worker.weights_digest() == before and not list(optimizer_tensors(worker._optimizer, worker._weights))
 
 
-def test_micro_batches_of_empty_responses_count_and_add_nothing(tiny_model):
+def test_micro_batches_of_empty_responses_are_not_computed_and_add_nothing(tiny_model):
     worker, seqs, signals = ready(config(tiny_model()), some_sequences(lengths=(0, 0, 5, 0), prompt_lengths=(3,)))
     signals.loss_mask.values[:] = True
     [row] = worker.update(seqs, signals, [[np.arange(4)]], MicroBatching(1, None), step=1)
-    assert row["micro_batches"] == 4 and row["tokens"] == 5 and np.isfinite(row["loss"])
+    assert row["micro_batches"] == 1 and row["tokens"] == 5 and np.isfinite(row["loss"])
     nothing = some_sequences(lengths=(0, 0), prompt_lengths=(3,))
     assert len(worker.log_probs(nothing, WHOLE, temperature=1.0).log_probs.values) == 0
 

@@ -1,6 +1,10 @@
 """The ranks as one: which rows each has, what comes back from them, and how one that is lost is noticed."""
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,11 +14,15 @@ import psutil
 import pytest
 import ray_tasks
 
+from flows.interrupts import Terminated, polite_end
+from flows.ranks import Replacement
 from storage import RunWriter, StorageError, build_table
 from storage.artifacts import read_parts, wait_until_seen, write_part
+from tasks.engines.scratch import own_folder
 from tasks.generate import Request, rank_rows
 from tasks.stage import NonFiniteError, Step
-from tasks.workers.group import RanksLost
+from tasks.update import rounding, steps_that_differ
+from tasks.workers.group import LocalGroup, RanksLost
 from tasks.workers.rank import share_of
 
 # ------------------------------------------------------------------------------------------------------ rows of a rank
@@ -103,6 +111,76 @@ def test_a_nan_in_any_part_is_kept_aside_and_nothing_is_committed(step):
         stage.read_parts(folder, parts)
     assert list(step.run.root.glob("quarantine/*/refused.arrow"))
     assert not step.run.step(1).stages() and not folder.path.exists()
+
+
+# ------------------------------------------------------------------------------------------- an update that is repeated
+
+
+def test_an_update_is_repeated_bit_for_bit_in_its_own_places_and_up_to_rounding_in_others():
+    here = (2, 1, 2, True)
+    assert rounding({"places": list(here)}, {"ranks": 2}, here, "float32") == 0
+    for other in ((1, 1, 1, True), (2, 2, 2, True), (2, 1, 1, True), (2, 1, 2, False)):
+        assert rounding({"places": list(other)}, {"ranks": 2}, here, "float32") == 1e-2
+        assert rounding({"places": list(other)}, {"ranks": 2}, here, "bfloat16") == 0.2
+    # Manifests from before `places` was written.
+    assert rounding({}, {"ranks": 2}, here, "float64") == 0 and rounding({}, {}, here, "float64") == 1e-6
+
+
+def test_a_loss_near_zero_may_differ_by_more_than_a_share_of_it_but_a_gradient_norm_may_not():
+    then = [{"loss": 1e-5, "grad_norm": 0.5}, {"loss": None, "grad_norm": None}]
+    near = [{"loss": -2e-4, "grad_norm": 0.503}, {"loss": None, "grad_norm": None}]
+    assert steps_that_differ(then, near, 1e-2) == [] and steps_that_differ(then, near, 0.0) == [0]
+    assert steps_that_differ(then, then, 0.0) == []
+    assert steps_that_differ(then, [{"loss": 1e-5, "grad_norm": 0.51}, then[1]], 1e-2) == [0]
+    assert steps_that_differ(then, [{"loss": 2e-3, "grad_norm": 0.5}, then[0]], 1e-2) == [0, 1]
+
+
+# ---------------------------------------------------------------------------------------------------- ends of processes
+
+
+def test_a_signal_that_a_library_turns_into_an_exit_of_its_own_is_told_as_the_signal():
+    with pytest.raises(Terminated) as ended, polite_end(0, print) as check:
+        check()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except Terminated:
+            sys.exit(1)
+    assert ended.value.code == 128 + signal.SIGTERM and isinstance(ended.value.__cause__, SystemExit)
+    with pytest.raises(SystemExit) as exited, polite_end(0, print):
+        sys.exit(1)
+    assert type(exited.value) is SystemExit and exited.value.code == 1
+
+
+def test_folders_of_processes_that_are_gone_are_removed_and_those_of_living_ones_and_of_others_stay(tmp_path):
+    mine = own_folder(tmp_path, "engine")
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    left = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{child.pid}-")
+    foreign = tmp_path / left.name.replace("engine-", "engine-2-")
+    elsewhere = tmp_path / f"engine-{child.pid}-abc-xyz"
+    for folder in (left, foreign, elsewhere):
+        (folder / "policy").mkdir(parents=True)
+    again = own_folder(tmp_path, "engine")
+    assert set(tmp_path.iterdir()) == {mine, again, foreign, elsewhere}
+    shutil.rmtree(mine)
+
+
+class NeverBack(LocalGroup):
+    """A group whose ranks are lost again as they are started again."""
+
+    def rebuild(self):
+        raise RanksLost("gone again", 1, "here", 8)
+
+
+def test_a_loss_while_ranks_are_started_again_is_the_second_one_and_ends_the_run(step):
+    def work():
+        raise RanksLost("gone", 0, "here", 7)
+
+    with pytest.raises(RanksLost, match=r"gone again\. .* since step 0; a second loss ends the run"):
+        Replacement(step.run, NeverBack(None), lambda: None, lambda _: None).within(work)
+    lost = [event for event in step.run.events() if event["event"] == "ranks_lost"]
+    assert [(event["rank"], event["step"]) for event in lost] == [(0, 1), (1, 1)]
 
 
 # ----------------------------------------------------------------------------------------------------- ranks under Ray

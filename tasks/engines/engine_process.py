@@ -38,6 +38,10 @@ class EngineFailed(RuntimeError):
     """The engine refused a call. Its process is ended, since vLLM does not recover from an exception."""
 
 
+class WeightsNotTaken(RuntimeError):
+    """The engine does not compute what the policy computes."""
+
+
 class EngineProcess:
     """A process that answers calls one at a time; see vllm_process.py for the other side.
 

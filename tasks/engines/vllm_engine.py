@@ -11,7 +11,6 @@ In float32 a seed gives the same tokens whatever else is in the batch; in bfloat
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
 import tempfile
@@ -24,9 +23,10 @@ import numpy as np
 from storage.ragged import Ragged
 from tasks.config import RunConfig
 from tasks.engines import vllm_process
-from tasks.engines.engine_process import EngineDied, EngineFailed, EngineProcess
+from tasks.engines.engine_process import EngineDied, EngineFailed, EngineProcess, WeightsNotTaken
 from tasks.engines.policy_folder import CHECK_IDS, MEAN_GAP, Held, end_tokens, fault_of, read_policy
 from tasks.engines.protocol import Responses, Sampling
+from tasks.engines.scratch import own_folder
 from tasks.engines.vllm_settings import (
     arguments,
     check_supported,
@@ -35,12 +35,9 @@ from tasks.engines.vllm_settings import (
     environment,
     log_probs_mode,
     model_sizes,
-    without_effect,
 )
 
 __all__ = ["EngineDied", "EngineFailed", "VllmEngine", "WeightsNotTaken"]
-
-logger = logging.getLogger(__name__)
 
 STARTUP, SILENCE = (f"actor_rollout_ref.rollout.{name}" for name in ("engine_startup_s", "engine_silence_s"))
 SHARED_MEMORY = Path("/dev/shm")
@@ -59,10 +56,6 @@ class Tokenizer(Protocol):
 
     def __len__(self) -> int:
         """How many tokens it knows."""
-
-
-class WeightsNotTaken(RuntimeError):
-    """vLLM does not compute what the policy computes."""
 
 
 class VllmEngine:
@@ -90,15 +83,16 @@ class VllmEngine:
             ValueError: the configuration asks for what vLLM cannot do.
         """
         check_supported(cfg)
-        for sentence in without_effect(cfg, device):
-            logger.warning("%s.", sentence)
         self._cfg, self._tokenizer, self._device, self._devices, self._log = cfg, tokenizer, device, devices, log
-        self._python = cfg.actor_rollout_ref.rollout.engine_python or sys.executable
-        if shutil.which(self._python) is None:
+        wanted = cfg.actor_rollout_ref.rollout.engine_python or sys.executable
+        found = shutil.which(wanted)
+        if found is None:
             raise ValueError(
-                f"actor_rollout_ref.rollout.engine_python={self._python} is no program. Name the bin/python of an "
+                f"actor_rollout_ref.rollout.engine_python={wanted} is no program. Name the bin/python of an "
                 "environment with vLLM (docs/engines.md), or leave it out."
             )
+        # In full, since the process starts in another folder; links stay, by which a Python knows its environment.
+        self._python = str(Path(found).absolute())
         self._with_texts = bool(cfg.actor_rollout_ref.rollout.stop)
         self._scratch: Path | None = None
         self._process: EngineProcess | None = None
@@ -141,7 +135,7 @@ class VllmEngine:
         """The engine's own folder, which goes with it."""
         if self._scratch is None:
             room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * needed_bytes + 2**28
-            self._scratch = Path(tempfile.mkdtemp(prefix="grpoflow-vllm-", dir=SHARED_MEMORY if room else None))
+            self._scratch = own_folder(SHARED_MEMORY if room else Path(tempfile.gettempdir()), "grpoflow-vllm")
         return self._scratch
 
     def load(self, folder: Path, policy_version: int, policy_digest: str) -> None:
@@ -281,6 +275,10 @@ class VllmEngine:
         }
 
     # ------------------------------------------------------------------------------------------------------ the process
+
+    def log_to(self, log: Path) -> None:
+        """Append what vLLM prints to another file, from the next start of its process on."""
+        self._log = log
 
     def sleep(self) -> None:
         """Give the device's memory back until the next call, where the platform can and `free_cache_engine` is set."""

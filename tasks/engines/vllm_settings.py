@@ -10,9 +10,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.config import RunConfig
+
+if TYPE_CHECKING:
+    from tasks.workers.rank import Rank
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BLOCK = 128
@@ -211,6 +214,12 @@ NOT_ON_CPU: Mapping[str, str] = {
     "free_cache_engine": "the CPU build cannot sleep and keeps its memory",
 }
 """Settings that the CPU build does not follow, and why."""
+
+
+def without_effect_here(rank: Rank, cfg: RunConfig) -> list[str]:
+    """Rank task: `without_effect` on the rank's device; nothing where vLLM does not sample."""
+    vllm = cfg.actor_rollout_ref.rollout.name == "vllm"
+    return without_effect(cfg, rank.mesh.device.type) if vllm else []
 
 
 def without_effect(cfg: RunConfig, device: str) -> list[str]:

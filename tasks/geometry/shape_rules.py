@@ -83,17 +83,22 @@ def _check_sequence_parallel(cfg: RunConfig, numbers: Numbers, facts: Facts) -> 
 
 
 def _check_reference_parallel(cfg: RunConfig, numbers: Numbers, facts: Facts) -> Iterator[Draft]:
-    ref_sp, sp = cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size, numbers.sp_size
-    if ref_sp is not None and ref_sp != sp:
-        key = f"{REF}.ulysses_sequence_parallel_size"
-        lower, upper = ((sp,), ()) if sp < ref_sp else ((), (sp,))
+    ref, actor = cfg.actor_rollout_ref.ref, cfg.actor_rollout_ref.actor
+    for code, name, wanted, given in (
+        ("REF_SP", "ulysses_sequence_parallel_size", ref.ulysses_sequence_parallel_size, numbers.sp_size),
+        ("REF_FSDP", "fsdp_config.fsdp_size", ref.fsdp_config.fsdp_size, actor.fsdp_config.fsdp_size),
+    ):
+        if wanted in (None, -1, given):  # as the policy
+            continue
+        key, other = f"{REF}.{name}", f"{ACTOR}.{name}"
+        lower, upper = ((given,), ()) if given < wanted else ((), (given,))
         yield Draft(
-            "REF_SP",
-            (key, SP),
-            f"{key}={ref_sp} differs from {SP}={sp}, but the reference pass gets the policy's rows. Leave it out, or "
-            f"set {sp}.",
-            f"{ref_sp} != {sp}",
-            (Try(key, ref_sp, lower, upper),),
+            code,
+            (key, other),
+            f"{key}={wanted} differs from {other}={given}, but the reference lies on the policy's ranks as the policy "
+            f"does, and gets its rows. Leave it out, or set {given}.",
+            f"{wanted} != {given}",
+            (Try(key, wanted, lower, upper),),
         )
 
 

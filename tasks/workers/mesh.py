@@ -162,6 +162,8 @@ class Mesh:
 
     def exchange(self, small: object) -> list:
         """A small object of every rank, by rank."""
+        if self.world_size == 1:
+            return [small]
         everyone: list = [None] * self.world_size
         dist.all_gather_object(everyone, small, group=self.group)
         return everyone

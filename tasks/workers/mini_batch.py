@@ -170,7 +170,7 @@ class MiniBatch:
 
         Args:
             rows: [M] numbers of its sequences.
-            micro: how a rank's rows are cut.
+            micro: how a rank's rows are cut; tokens of one device.
             where: names the optimizer step in messages.
 
         Raises:
@@ -179,7 +179,7 @@ class MiniBatch:
         share = share_out(
             self._sequences,
             rows,
-            micro,
+            micro.shared_by(self._mesh.sp_size),
             self._mesh.dp_size,
             balance=self._cfg.trainer.balance_batch,
             layout=self._layout,
@@ -268,6 +268,8 @@ class MiniBatch:
         for column in columns[: 1 + wanted]:
             values = self._mesh.gather(torch.cat(column), share.tokens)
             padded.append(torch.zeros(inside.shape, dtype=wide, device=device).masked_scatter(inside, values))
+        # Casts made without gradient must not serve the pass with gradient, as autocast of some torch versions has it.
+        torch.clear_autocast_cache()
         return padded[0], padded[1] if wanted else None
 
     def _forward(self, rows: MicroBatch, *, entropy: bool) -> TokenNumbers:

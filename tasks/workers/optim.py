@@ -65,7 +65,7 @@ def restore_optimizer(
     Args:
         optimizer: whose state.
         weights: trained weights by name.
-        tensors: moments, sharded as their weights are, and step counts; copied.
+        tensors: moments, sharded as their weights are, and step counts, on any device; copied to the weights'.
 
     Raises:
         ValueError: a moment is missing, belongs to no weight, or does not fit its weight. Nothing is changed then.
@@ -144,7 +144,8 @@ def set_state(optimizer: torch.optim.AdamW, state: State) -> None:
 
     Args:
         optimizer: whose.
-        state: of each weight that has one, this rank's part of each moment and the step count; copied.
+        state: of each weight that has one, this rank's part of each moment and the step count, on any device; copied
+            to the weight's, where the old state is freed first.
     """
     optimizer.state.clear()
     for weight, parts in state.items():

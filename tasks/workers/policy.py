@@ -97,6 +97,8 @@ class PolicyWorker:
         self._weights = {n: p for n, p in sorted(self.model.module.named_parameters()) if p.requires_grad}
         self._frozen = {n: p for n, p in sorted(self.model.module.named_parameters()) if not p.requires_grad}
         self._optimizer = make_optimizer(self._weights.values(), cfg.actor_rollout_ref.actor.optim)
+        # Where moments rest is settled here, as it is for weights: `follow` moves nothing.
+        self._moments_away = moved_by_hand(fsdp.optimizer_offload, fsdp, self.mesh)
         self._reference = self._first_weights() if with_reference else None
         self._trained_digests: dict[str, bytes] | None = None
         self._frozen_digests: list[bytes] | None = None
@@ -141,7 +143,7 @@ class PolicyWorker:
 
         Args:
             seqs: N sequences.
-            micro: how they are cut.
+            micro: how they are cut; tokens of one device.
             temperature: logits are divided by it.
             reference: under the reference, without entropy.
             sum_pi_squared: also the sum over the vocabulary of squared probabilities.
@@ -154,7 +156,7 @@ class PolicyWorker:
         share = share_out(
             seqs,
             np.arange(len(responses)),
-            micro,
+            micro.shared_by(self.mesh.sp_size),
             self.mesh.dp_size,
             balance=self.cfg.trainer.balance_batch,
             layout=layout,
@@ -198,10 +200,6 @@ class PolicyWorker:
             sp_size=self.mesh.sp_size,
         )
 
-    def shares_prompts(self, *, training: bool) -> bool:
-        """Whether a prompt is computed once for its samples."""
-        return self.layout(training=training) is Layout.SHARED_PROMPTS
-
     def _reference_model(self) -> CausalModel:
         if self._reference is None:
             raise ValueError(
@@ -227,7 +225,7 @@ class PolicyWorker:
             seqs: N sequences.
             signals: N rows each.
             mini_batches: for each epoch the row numbers of each mini-batch.
-            micro: how a mini-batch is cut.
+            micro: how a mini-batch is cut; tokens of one device.
             step: training step, from 1; decides the learning rate.
 
         Returns:
@@ -263,9 +261,7 @@ class PolicyWorker:
         return done
 
     def _moments_at_hand(self) -> AbstractContextManager[None]:
-        fsdp = self.cfg.actor_rollout_ref.actor.fsdp_config
-        away = moved_by_hand(fsdp.optimizer_offload, fsdp, self.mesh)
-        return moments_at_hand(self._optimizer, self.mesh.device, away=away)
+        return moments_at_hand(self._optimizer, self.mesh.device, away=self._moments_away)
 
     def _optimizer_step(
         self, mini_batch: MiniBatch, rows: np.ndarray, micro: MicroBatching, where: str

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from tasks.workers.mesh import Mesh
 from tasks.workers.optim import optimizer_tensors, restore_optimizer
+from tasks.workers.sharding import local
 from tasks.workers.weights import digests, full_disk_as_os_error, joined_digest, usual_mode
 
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
@@ -131,16 +132,17 @@ class PolicyFiles:
         restore_optimizer(optimizer, self._weights, tensors)
         with torch.no_grad():
             for name, weight in self._weights.items():
-                weight.copy_(values[name])
+                local(weight).copy_(local(values[name]))
         return found
 
     def _room_for(self, name: str) -> torch.Tensor:
-        """Where a tensor is read to: sharded as its weight is; a step count, and what fits no weight, as it is."""
+        """Where a tensor is read to, in host memory, since the device may hold no second weights and moments: sharded
+        as its weight is; a step count, and what fits no weight, as it is."""
         dtype, shape = self._kinds[name]
         weight = self._weights.get(name.rpartition(":")[0] or name)
         if weight is None or (dtype, shape) != (weight.dtype, weight.shape):
             return torch.empty(shape, dtype=dtype)
-        return torch.empty_like(weight.detach())
+        return torch.empty_like(weight.detach(), device="cpu")
 
     def _read(self, into: dict[str, torch.Tensor]) -> None:
         import torch.distributed.checkpoint as checkpoint

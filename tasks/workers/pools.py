@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 from tasks.config import RunConfig
+from tasks.engines.scratch import own_folder
 from tasks.workers.group import WorkerGroup
 from tasks.workers.rank import Role, training_role
 from tasks.workers.ray_cluster import ray_of
@@ -38,11 +40,13 @@ def ray_ranks(cfg: RunConfig, *, total_steps: int) -> Iterator[WorkerGroup]:
     pools = [Pool(trainer.nnodes, trainer.n_gpus_per_node, training_role(cfg))]
     if not cfg.actor_rollout_ref.hybrid_engine:
         pools.append(Pool(*cfg.sampling_devices, Role.ROLLOUT, "sampler"))
-    scratch = Path(cfg.storage.root).absolute() / ".ranks" / uuid4().hex[:8]
+    place = Path(cfg.storage.root).absolute() / ".ranks"
     gpus = None if trainer.device == "auto" else trainer.device == "cuda"
     with ExitStack() as stack:
         ranks = sum(pool.nodes * pool.devices for pool in pools)
         cuda = stack.enter_context(ray_of(cfg.ray.address, ranks, gpus=gpus, startup_s=cfg.ray.startup_timeout_s))
+        place.mkdir(parents=True, exist_ok=True)
+        scratch = own_folder(place, socket.gethostname())
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         groups = []
         for pool in pools:
@@ -83,7 +87,8 @@ class TwoPools(WorkerGroup):
         folder = self._scratch / f"policy-{version:06d}-{uuid4().hex[:6]}"
         folder.mkdir(parents=True)
         self._trainers.run(write_policy_files, folder)
-        self._samplers.run(load_policy_files, folder, version, digest)
+        # As in sampling, others may go on loading when one engine dies: the stage is then made again with all of them.
+        self._samplers.sample(load_policy_files, folder, version, digest)
         self._held = (version, digest)
         for one in before:
             shutil.rmtree(one, ignore_errors=True)

@@ -41,6 +41,9 @@ class RankEngine(Protocol):
     def load(self, folder: Path, version: int, digest: str) -> None:
         """Be ready to sample from a policy that `write_policy_files` has written."""
 
+    def log_to(self, log: Path) -> None:
+        """Let a process of its own append what it prints to another file, from its next start on."""
+
     def rest(self) -> None:
         """Leave the device to training."""
 
@@ -89,6 +92,9 @@ class OnThePolicy:
     def load(self, folder: Path, version: int, digest: str) -> None:
         raise AssertionError("it has the policy")
 
+    def log_to(self, log: Path) -> None:
+        """It has no process of its own."""
+
     def rest(self) -> None:
         """It holds nothing between calls."""
 
@@ -111,6 +117,9 @@ class OnACopy:
 
     def load(self, folder: Path, version: int, digest: str) -> None:
         self._copy.take(load_file(folder / WEIGHTS).items(), version, digest)
+
+    def log_to(self, log: Path) -> None:
+        """It has no process of its own."""
 
     def rest(self) -> None:
         """Between calls the copy rests where `rollout.free_cache_engine` says."""
@@ -158,6 +167,10 @@ class OnVllm:
     def load(self, folder: Path, version: int, digest: str) -> None:
         if self._vllm is not None and not self._vllm.holds(version, digest):
             self._vllm.load(folder, version, digest)
+
+    def log_to(self, log: Path) -> None:
+        if self._vllm is not None:
+            self._vllm.log_to(log)
 
     def rest(self) -> None:
         if self._vllm is not None:
@@ -214,11 +227,8 @@ class FolderWriter:
     def _log_probs(self, policy: PolicyWorker, check: Sequences) -> np.ndarray:
         """[T] the policy's log-probs of the check, which one data-parallel rank computes."""
         result = policy.log_probs(check, MicroBatching(1, None), temperature=1.0)
-        parts: Iterable[np.ndarray | None] = self._exchange(result.log_probs.values if len(result.rows) else None)
+        parts: Iterable[np.ndarray | None] = self._mesh.exchange(result.log_probs.values if len(result.rows) else None)
         return next(values for values in parts if values is not None)
-
-    def _exchange(self, small: Any) -> list[Any]:
-        return self._mesh.exchange(small) if self._mesh.world_size > 1 else [small]
 
 
 # -------------------------------------------------------------------------------------- from ranks that train to others

@@ -21,6 +21,7 @@ import psutil
 
 from storage import StorageError
 from tasks.config import RunConfig
+from tasks.engines.engine_process import EngineDied
 from tasks.workers.group import RanksLost, WorkerGroup
 from tasks.workers.rank import Role
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Patience = Callable[[Exception], float]
+"""How long the other ranks may compute on after one has raised, in s."""
 
 OTHERS_MAY_TAKE_S = 5.0
 """How long the other ranks may compute on after one has raised: longer, and they are waiting for it."""
@@ -37,6 +40,10 @@ END_WITHIN_S = 10.0
 """How long ended processes may take to be gone."""
 LAST_LINES, LINE_CHARACTERS = 40, 300
 """Lines of a lost rank's log that are told, and how much of each."""
+
+
+def _shortly(_: Exception) -> float:
+    return OTHERS_MAY_TAKE_S
 
 
 @dataclass(frozen=True)
@@ -76,13 +83,20 @@ class RayGroup(WorkerGroup):
         self._lost: RanksLost | None = None
 
     def run(self, task: Callable[Concatenate[Rank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        return self._call(OTHERS_MAY_TAKE_S, f"{task.__module__}:{task.__qualname__}", args, kwargs)
+        return self._call(_shortly, f"{task.__module__}:{task.__qualname__}", args, kwargs)
 
     def sample(self, task: Callable[Concatenate[Rank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        # Replicas sample apart from each other: the others have their time to finish when one of them fails.
-        return self._call(self._cfg.ray.rank_timeout_s, f"{task.__module__}:{task.__qualname__}", args, kwargs)
+        return self._call(self._while_sampling, f"{task.__module__}:{task.__qualname__}", args, kwargs)
 
-    def _call(self, others_may_take_s: float, task: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _while_sampling(self, error: Exception) -> float:
+        """Replicas sample apart from each other: the others have time to finish when one of them fails.
+
+        They have all of it when an engine died: once they have answered, the stage can be made again with them.
+        """
+        limits = self._cfg.ray
+        return limits.collective_timeout_s if isinstance(error, EngineDied) else limits.rank_timeout_s
+
+    def _call(self, others_may_take_s: Patience, task: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         with self._lock:
             if self._lost is not None:
                 raise self._lost
@@ -200,7 +214,7 @@ class RayGroup(WorkerGroup):
 
     # -------------------------------------------------------------------------------------------------------- watching
 
-    def _gather(self, calls: Mapping[Any, int], others_may_take_s: float = OTHERS_MAY_TAKE_S) -> dict[int, Any]:
+    def _gather(self, calls: Mapping[Any, int], others_may_take_s: Patience = _shortly) -> dict[int, Any]:
         """Wait for calls, and watch the ranks meanwhile.
 
         Args:
@@ -231,20 +245,28 @@ class RayGroup(WorkerGroup):
                     self._lose(rank, error)
                 if isinstance(answer, Failed):
                     raised[rank] = answer.error(rank)
-                    give_up = give_up or time.monotonic() + others_may_take_s
+                    end = time.monotonic() + others_may_take_s(raised[rank])
+                    give_up = end if give_up is None else min(give_up, end)
                 done[rank] = answer
             if (lost := pulse.lost()) is not None:
                 self._lose(*lost)
         if raised:
-            self._raise(raised, hanging=bool(waiting))
+            self._raise(raised, hanging=set(waiting.values()))
         return done
 
-    def _raise(self, raised: dict[int, Exception], *, hanging: bool) -> NoReturn:
+    def _raise(self, raised: dict[int, Exception], *, hanging: set[int]) -> NoReturn:
         """Raise the error that says most: one of ours before a collective that failed with it.
 
-        The ranks go on being used only when all of them have answered, and none raised what nobody foresaw.
+        The ranks go on being used only when all of them have answered, and none raised what nobody foresaw. Where no
+        error is one of ours, a rank that has not answered is what the others waited for in vain.
         """
         ours = [rank for rank, error in raised.items() if _foreseen(error)]
+        if hanging and not ours:
+            first = min(raised)
+            told = f"it does not answer, and rank {first} raised {type(raised[first]).__name__}: {raised[first]}"
+            self._lost = self._about_loss(min(hanging), told)
+            self.end()
+            raise self._lost from raised[first]
         rank = min(ours or raised)
         if hanging or len(ours) < len(raised):
             self._lost = self._about_loss(rank, f"it raised {type(raised[rank]).__name__}: {raised[rank]}")

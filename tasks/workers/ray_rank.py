@@ -111,6 +111,7 @@ class RankProcess:
     def __init__(self, number: int, ranks: int, name: str, logs: str, threads: str | None) -> None:
         self._number, self._ranks, self._name, self._threads = number, ranks, name, threads
         self._rank: Any = None
+        self._samples = False
         self._store: Any = None
         _end_with_parent()
         self.log_to(logs)
@@ -125,6 +126,11 @@ class RankProcess:
         os.close(file)
         sys.stdout, sys.stderr = (os.fdopen(os.dup(stream), "w", buffering=1) for stream in (1, 2))
         faulthandler.enable(sys.stderr, all_threads=False)
+        if self._samples:
+            self._rank.rollout.log_to(self._engine_log())
+
+    def _engine_log(self) -> Path:
+        return self._logs / f"engine-{self._number}.log"
 
     @ray.method(concurrency_group="watch")
     def ping(self) -> None:
@@ -164,6 +170,7 @@ class RankProcess:
         try:
             self._set_threads(opening.ranks_on_node)
             self._rank = self._joined(opening)
+            self._samples = opening.role.is_rollout
             return None
         except Exception as error:
             return Failed.of(error)
@@ -195,7 +202,7 @@ class RankProcess:
             role=opening.role,
             total_steps=opening.total_steps,
             devices=opening.replica_gpus,
-            log=self._logs / f"engine-{self._number}.log",
+            log=self._engine_log(),
         )
 
     def _meet(self, opening: Opening) -> None:

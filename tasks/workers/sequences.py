@@ -7,7 +7,7 @@ Packed sequences have no padding; their micro-batches are made of nearly equal c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class MicroBatching:
 
     Attributes:
         sequences: sequences of a micro-batch; None: cut by tokens.
-        max_tokens: most tokens on the device, padding included; None: cut by sequences.
+        max_tokens: most tokens on one device, padding included; None: cut by sequences.
         key: configuration key that sets the limit, for messages.
     """
 
@@ -61,6 +61,10 @@ class MicroBatching:
                 "actor_rollout_ref.rollout and .ref), or actor_rollout_ref.actor.use_dynamic_bsz=true"
             )
 
+    def shared_by(self, ranks: int) -> MicroBatching:
+        """The limit of ranks that share sequences: each has its part of every one, so that together they hold more."""
+        return self if self.max_tokens is None else replace(self, max_tokens=self.max_tokens * ranks)
+
 
 # ------------------------------------------------------------------------------------------ data-parallel ranks
 
@@ -72,10 +76,12 @@ class Share:
     Attributes:
         parts: of each rank the row numbers of each of its micro-batches.
         lengths: [N] response tokens of each row.
+        whole: [N] tokens of its prompt and response together.
     """
 
     parts: list[list[np.ndarray]]
     lengths: np.ndarray
+    whole: np.ndarray
 
     @property
     def order(self) -> np.ndarray:
@@ -84,8 +90,8 @@ class Share:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of the rank that has the most; all make as many."""
-        return max(len(own) for own in self.parts)
+        """Forward passes of the rank that has the most to compute; all make as many."""
+        return max(sum(bool(self.lengths[part].any()) for part in own) for own in self.parts)
 
     @property
     def tokens(self) -> list[int]:
@@ -96,11 +102,9 @@ class Share:
         """The forward passes of a rank: as many as every other one makes.
 
         Micro-batches whose responses are all empty need none. A rank that has fewer than another computes the shortest
-        of all rows instead, idly; with no response token anywhere nobody computes anything.
+        of all rows that have a response instead, idly; with no response token anywhere nobody computes anything.
         """
-        order = self.order
-        useful = [[part for part in own if self.lengths[part].any()] for own in self.parts]
-        count = max(len(own) for own in useful)
+        order, count = self.order, self.micro_batches
         if not count:
             return []
         start, own = sum(len(part) for before in self.parts[:rank] for part in before), []
@@ -108,7 +112,7 @@ class Share:
             if self.lengths[part].any():
                 own.append(Turn(part, slice(start, start + len(part)), idle=False))
             start += len(part)
-        place = int(np.where(self.lengths[order] > 0, self.lengths[order], np.iinfo(np.int64).max).argmin())
+        place = int(np.where(self.lengths[order] > 0, self.whole[order], np.iinfo(np.int64).max).argmin())
         return own + [Turn(order[place : place + 1], slice(place, place + 1), idle=True)] * (count - len(own))
 
 
@@ -141,7 +145,7 @@ def share_out(
     Args:
         sequences: all sequences.
         rows: [M] numbers of those to compute.
-        micro: limit of one rank's micro-batch.
+        micro: limit of a micro-batch of one of these ranks, on all devices that share its sequences together.
         ranks: data-parallel ranks; there may be more than rows.
         balance: `trainer.balance_batch`: by cost; else as the rows come.
         layout: of a micro-batch. With shared prompts whole groups stay together, where that leaves the ranks as many
@@ -169,7 +173,7 @@ def share_out(
         # Ranks make equally many micro-batches anyway: smaller ones are better than idle turns.
         most = max(len(own) for own in parts)
         parts = [in_parts(own, most) for own in split]
-    return Share(parts, sequences.responses.lengths)
+    return Share(parts, sequences.responses.lengths, sequences.lengths())
 
 
 def _balanced(sequences: Sequences, rows: np.ndarray, ranks: int, *, keep_groups: bool) -> Partition:
@@ -178,11 +182,14 @@ def _balanced(sequences: Sequences, rows: np.ndarray, ranks: int, *, keep_groups
     sizes = np.unique(group, return_counts=True)[1]
     if keep_groups and len(sizes) and len(sizes) % ranks == 0 and (sizes == sizes[0]).all():
         return partition_groups(cost, group, ranks)
-    # Rows that cost nothing fill up the last places, one rank's at most one of them.
-    filled = np.concatenate([cost, np.zeros(-len(rows) % ranks, dtype=cost.dtype)])
-    if not len(filled):
-        return [np.empty(0, dtype=np.int64)] * ranks
-    return [part[part < len(rows)] for part in karmarkar_karp(filled, ranks, equal_sizes=True)]
+    return _evenly(cost, ranks) if len(rows) else [np.empty(0, dtype=np.int64)] * ranks
+
+
+def _evenly(cost: np.ndarray, parts: int) -> Partition:
+    """Parts of nearly equal cost, and as many rows each or one fewer."""
+    # Rows that cost nothing fill up the last places, one part's at most one of them.
+    filled = np.concatenate([cost, np.zeros(-len(cost) % parts, dtype=cost.dtype)])
+    return [part[part < len(cost)] for part in karmarkar_karp(filled, parts, equal_sizes=True)]
 
 
 # -------------------------------------------------------------------------------------------------------- micro-batches
@@ -220,8 +227,11 @@ def cut(
     if packed and micro.max_tokens is not None:
         tokens = sequences.lengths()[rows]
         return [rows[places] for places in micro_batches(tokens, micro.max_tokens, at_least=at_least, key=micro.key)]
-    if packed:
-        return _split(sequences, rows[np.argsort(sequences.lengths()[rows], kind="stable")], micro)
+    if packed and micro.sequences is not None:
+        cost = sequence_cost(sequences.lengths()[rows])
+        parts = _evenly(cost, -(-len(rows) // micro.sequences)) if len(rows) else []
+        # The most expensive one first: if it does not fit the device, one need not wait for it.
+        return [rows[places] for places in sorted(parts, key=lambda part: -cost[part].sum())]
     ways = [_split(sequences, order, micro) for order in _orders(sequences, rows)]
     return min(ways, key=lambda parts: _computed_tokens(sequences, parts, share_prompts))
 
