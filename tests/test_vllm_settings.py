@@ -155,6 +155,7 @@ def test_a_replica_sees_its_own_devices_alone(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert environment(config(), "cuda", ("2", "3"), own_python=False)["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert environment(config(), "cuda", None, own_python=False)["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert "OMP_WAIT_POLICY" not in environment(config(), "cuda", None, own_python=False)
 
 
