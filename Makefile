@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm
 
-.PHONY: quickstart test test-all test-vllm vllm-env lint format bench clean
+.PHONY: quickstart test test-all test-vllm test-vllm-all vllm-env lint format bench clean
 
 quickstart: .venv/installed
 	$(BIN)/grpoflow train quickstart
@@ -14,8 +14,11 @@ test: .venv/installed-dev
 test-all: .venv/installed-dev
 	$(BIN)/python -m pytest -m "not vllm"
 
-# With vLLM's CPU build, which has an environment of its own.
+# With vLLM's CPU build, which has an environment of its own. Engines of several processes are left to test-vllm-all.
 test-vllm: .venv/installed-dev $(VLLM)/installed
+	GRPOFLOW_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m "vllm and not slow"
+
+test-vllm-all: .venv/installed-dev $(VLLM)/installed
 	GRPOFLOW_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm
 
 vllm-env: $(VLLM)/installed
