@@ -82,3 +82,29 @@ class RolloutEngine(Protocol):
         Raises:
             ValueError: a prompt is empty or longer than the context.
         """
+
+
+def response_limits(prompts: Ragged, group: np.ndarray, sampling: Sampling, context: int) -> np.ndarray:
+    """[N] most tokens of each response. The last one is never fed, so a prompt may fill the context.
+
+    Args:
+        prompts: G rows of token ids.
+        group: [N] row of `prompts` that each response answers.
+        sampling: how; its `max_model_len` narrows the context.
+        context: tokens of prompt and response that the engine holds.
+
+    Raises:
+        ValueError: a prompt is empty or longer than the context.
+    """
+    context = min(sampling.max_model_len or context, context)
+    lengths = prompts.lengths[group]
+    if len(lengths) and lengths.min() == 0:
+        raise ValueError(f"prompt {group[int(lengths.argmin())]} has no tokens; there is nothing to answer")
+    if len(lengths) and lengths.max() > context:
+        raise ValueError(
+            f"prompt {group[int(lengths.argmax())]} has {lengths.max()} tokens but the context holds {context}. "
+            "Lower data.max_prompt_length with data.filter_overlong_prompts=true, or raise "
+            "actor_rollout_ref.rollout.max_model_len up to the model's own limit."
+        )
+    limits: np.ndarray = np.clip(context - lengths, 1, sampling.max_tokens).astype(np.int64)
+    return limits

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 from storage.ragged import Ragged
 from tasks.config import RunConfig
-from tasks.engines.protocol import Responses, Sampling
+from tasks.engines.protocol import Responses, Sampling, response_limits
 from tasks.engines.sampling import Streams, choose
 from tasks.workers.forward import added_to_scores, pad, seen_keys
 from tasks.workers.mesh import Mesh
@@ -114,7 +114,7 @@ class TransformersEngine:
 
     def generate(self, prompts: Ragged, group: np.ndarray, seeds: np.ndarray, sampling: Sampling) -> Responses:
         """Sample N responses; see the protocol. At most `rollout.max_num_seqs` are in the batch at a time."""
-        limits = self._limits(prompts, group, sampling)
+        limits = response_limits(prompts, group, sampling, self._weights.model.context_tokens)
         rollout, rows = self._weights.cfg.actor_rollout_ref.rollout, len(group)
         tokens = np.zeros((rows, int(limits.max(initial=0))), dtype=np.int32)
         log_probs = np.zeros(tokens.shape, dtype=np.float32)
@@ -132,24 +132,6 @@ class TransformersEngine:
             finish_reason=["stop" if stop else "length" for stop in stopped],
             notes=_notes(sampling),
         )
-
-    def _limits(self, prompts: Ragged, group: np.ndarray, sampling: Sampling) -> np.ndarray:
-        """[N] most tokens of each response. The last one is never fed, so a prompt may fill the context.
-
-        Raises:
-            ValueError: a prompt is empty or longer than the context.
-        """
-        context = min(sampling.max_model_len or 2**31 - 1, self._weights.model.context_tokens)
-        lengths = prompts.lengths[group]
-        if len(lengths) and lengths.min() == 0:
-            raise ValueError(f"prompt {group[int(lengths.argmin())]} has no tokens; there is nothing to answer")
-        if len(lengths) and lengths.max() > context:
-            raise ValueError(
-                f"prompt {group[int(lengths.argmax())]} has {lengths.max()} tokens but the context holds {context}. "
-                "Lower data.max_prompt_length with data.filter_overlong_prompts=true, or raise "
-                "actor_rollout_ref.rollout.max_model_len up to the model's own limit."
-            )
-        return np.clip(context - lengths, 1, sampling.max_tokens)
 
     def _waves(self, prompts: Ragged, group: np.ndarray) -> Iterator[np.ndarray]:
         """Row numbers of each wave: prompts of like length together, a prompt's samples side by side.

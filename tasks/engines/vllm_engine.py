@@ -25,7 +25,7 @@ from tasks.config import RunConfig
 from tasks.engines import vllm_process
 from tasks.engines.engine_process import EngineDied, EngineFailed, EngineProcess, WeightsNotTaken
 from tasks.engines.policy_folder import CHECK_IDS, MEAN_GAP, Held, end_tokens, fault_of, read_policy
-from tasks.engines.protocol import Responses, Sampling
+from tasks.engines.protocol import Responses, Sampling, response_limits
 from tasks.engines.scratch import own_folder
 from tasks.engines.vllm_settings import (
     arguments,
@@ -190,7 +190,8 @@ class VllmEngine:
         """
         if self._held is None:
             raise ValueError("no policy is loaded into vLLM; load one, or hand_over the trainer's")
-        limits = self._limits(prompts, group, sampling)
+        context = context_tokens(self._cfg, model_sizes(self._held.folder))
+        limits = response_limits(prompts, group, sampling, context)
         if len(group) == 0:
             return Responses(Ragged.from_rows([], np.int32), None, [], self._notes(sampling, ""))
         self._be_ready(self._held, sampling)
@@ -206,22 +207,6 @@ class VllmEngine:
             np.save(place / f"{name}.npy", array, allow_pickle=False)
         self._call("generate", SILENCE, folder=str(place), sampling=self._sampling(sampling))
         return self._read(place, limits, sampling)
-
-    def _limits(self, prompts: Ragged, group: np.ndarray, sampling: Sampling) -> np.ndarray:
-        """[N] most tokens of each response, as the transformers engine has them."""
-        assert self._held is not None
-        context = context_tokens(self._cfg, model_sizes(self._held.folder))
-        context = min(sampling.max_model_len or context, context)
-        lengths = prompts.lengths[group]
-        if len(lengths) and lengths.min() == 0:
-            raise ValueError(f"prompt {group[int(lengths.argmin())]} has no tokens; there is nothing to answer")
-        if len(lengths) and lengths.max() > context:
-            raise ValueError(
-                f"prompt {group[int(lengths.argmax())]} has {lengths.max()} tokens but the context holds {context}. "
-                "Lower data.max_prompt_length with data.filter_overlong_prompts=true, or raise "
-                "actor_rollout_ref.rollout.max_model_len up to the model's own limit."
-            )
-        return np.clip(context - lengths, 1, sampling.max_tokens).astype(np.int64)
 
     def _sampling(self, sampling: Sampling) -> dict[str, Any]:
         """The arguments of vLLM's SamplingParams that all requests share."""
