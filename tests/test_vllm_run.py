@@ -77,7 +77,7 @@ def test_the_quickstart_learns_with_vllm_and_its_log_probs_are_the_trainers(star
 
 
 def test_a_run_goes_on_when_its_engine_is_killed(start, tmp_path, monkeypatch):
-    """Killed as it samples step 2; what was committed before is not made again."""
+    """Killed as it samples step 2; what was committed before is not made again. Each step is one call: no validation."""
     original, asked, killed, before = EngineProcess.call, [], [], []
 
     def call(self, name, *args, **kwargs):
@@ -90,7 +90,8 @@ def test_a_run_goes_on_when_its_engine_is_killed(start, tmp_path, monkeypatch):
         return original(self, name, *args, **kwargs)
 
     monkeypatch.setattr(EngineProcess, "call", call)
-    outcome = run_training(quickstart(start, tmp_path, "trainer.test_freq=-1"), Console(file=io.StringIO()))
+    cfg = quickstart(start, tmp_path, "trainer.test_freq=-1", "trainer.val_before_train=false")
+    outcome = run_training(cfg, Console(file=io.StringIO()))
     assert len(killed) == 1 and not psutil.pid_exists(killed[0])
     # The call that was cut short is made again, and one more for each further step.
     assert asked.count("generate") == STEPS + 1
