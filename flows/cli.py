@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from flows.audit.commands import audit
+
 app = typer.Typer(
     name="grpoflow",
     help="GRPO post-training as an auditable workflow.",
@@ -213,6 +215,9 @@ def recipes() -> None:
 
     for name, about in list_recipes():
         typer.echo(f"{name:<24} {about}")
+
+
+app.add_typer(audit)
 
 
 def main() -> None:

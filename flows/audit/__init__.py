@@ -1,0 +1,1 @@
+"""Read-only tools over a run: its batches looked into, proven, made again, compared, asked and shown."""
