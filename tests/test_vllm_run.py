@@ -77,7 +77,7 @@ def test_the_quickstart_learns_with_vllm_and_its_log_probs_are_the_trainers(star
 
 
 def test_a_run_goes_on_when_its_engine_is_killed(start, tmp_path, monkeypatch):
-    """Killed as it samples step 2; what was committed before is not made again. Each step is one call: no validation."""
+    """Killed as it samples step 2, without validation before; what was committed is not made again."""
     original, asked, killed, before = EngineProcess.call, [], [], []
 
     def call(self, name, *args, **kwargs):
