@@ -642,6 +642,8 @@ class StorageConfig(Section):
     compression: Literal["none", "zstd"] = "none"
     """Compression inside artifacts' Arrow files."""
     retention: RetentionConfig = RetentionConfig()
+    reuse_from: tuple[str, ...] = ()
+    """Folders of other runs, or globs of them: what they have made of exactly the same things is taken over."""
 
 
 class TrackingConfig(Section):
