@@ -195,10 +195,23 @@ def state_is_kept(run: RunWriter, tracker: Tracker, say: Callable[[str], None]) 
         except (OSError, StorageError) as error:
             # What ended the run is what has to be told; without this line it counts as crashed.
             say(f"the end of the run could not be written down: {error}")
+        if tracker.keeps_report and state != "killed":
+            keep_report(run, state, say)
         tracker.finish(state)
         if state != "finished":
             mended = "when the cause that is told below is mended, " if state == "failed" else ""
             say(f"{state}; {mended}go on with: grpoflow resume {short(run.root)}")
+
+
+def keep_report(run: RunWriter, state: str, say: Callable[[str], None]) -> None:
+    """Write the run's report into its folder, for MLflow. That it cannot be written is a warning and no more."""
+    try:
+        from flows.audit.report import FILE_NAME, write_report
+
+        write_report(run, run.document(FILE_NAME), state=state)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        say(f"warning: no report was written for MLflow ({why}); grpoflow report {short(run.root)} makes it")
 
 
 @dataclass(frozen=True)
@@ -271,7 +284,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.retainer = Retainer(self.run, self.cfg, self.progress.say)
-        self.ranks = Replacement(self.run, self.workers.group, self._recover, self.progress.say)
+        group, say = self.workers.group, self.progress.say
+        self.ranks = Replacement(self.run, group, self._recover, say, self.before_stage)
 
     def to_the_end(self) -> Outcome:
         """Recover, then train until the plan's last step, validating and saving as `trainer` says."""
