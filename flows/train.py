@@ -48,6 +48,7 @@ from tasks.data import PreparedPrompts, prepare_prompts
 from tasks.engines.vllm_settings import without_effect_here
 from tasks.filter_groups import calls_before
 from tasks.geometry import Plan, PlanError
+from tasks.rewards.functions import configured_functions
 from tasks.rewards.pool import RewardPool
 from tasks.stage import Step
 from tasks.tokenizer import load_tokenizer
@@ -92,6 +93,7 @@ def train_and_tell(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = RunConsole()
     refuse_unbuilt(cfg, checked(plan_of(cfg)))
+    configured_functions(cfg)
     with ExitStack() as stack:
         say = Progress(console).say
         check = stack.enter_context(polite_end(cfg.trainer.stop_grace_s, say))
