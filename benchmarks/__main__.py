@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("step", "artifact_rates", "memory", "plan", "recovery", "ranks")
+BENCHMARKS = ("step", "artifact_rates", "memory", "plan", "recovery", "ranks", "audit_queries", "verify", "report")
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or BENCHMARKS:

@@ -1,7 +1,7 @@
 """The command line. Imports nothing heavy until a command needs it.
 
 Exit codes: 0 done, 1 the run failed in a stage, 2 the request cannot be served (configuration, plan, files),
-130 Ctrl-C, 143 SIGTERM.
+6 a check failed or something differs (`verify`, `replay`, `diff --exit-code`), 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -80,14 +80,19 @@ def fork(
 
 @app.command()
 def export(
-    source: Annotated[str, typer.Argument(help="RUN or RUN@STEP: a run's folder and one of its policies.")],
-    folder: Annotated[Path, typer.Argument(help="Where to write it.")],
+    source: Annotated[str, typer.Argument(help="RUN or RUN@STEP: a run's folder and one of its policies or steps.")],
+    out: Annotated[Path, typer.Argument(help="Where to write it: a new folder; of jsonl and parquet a new file.")],
     adapter: Annotated[bool, typer.Option(help="Of a LoRA run, the adapter alone instead of merged weights.")] = False,
+    what: Annotated[str, typer.Option(help="checkpoint | rollouts | samples")] = "checkpoint",
+    format: Annotated[
+        str | None, typer.Option(help="hf | jsonl | parquet; hf of a checkpoint and jsonl of samples by default.")
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="Of samples, only these steps: 3, 3..7, ..7, 3..")] = None,
 ) -> None:
-    """Write a run's policy as a Hugging Face folder that transformers and vLLM load."""
-    from flows.resume import export_command
+    """Write a run's policy as a Hugging Face folder that transformers and vLLM load, or its samples as rows."""
+    from flows.audit.export import export_any_command
 
-    raise typer.Exit(export_command(source, folder, adapter))
+    raise typer.Exit(export_any_command(source, out, what, format, steps, adapter))
 
 
 @app.command()
@@ -189,9 +194,21 @@ def show(
         str | None, typer.Option(help="A sample's id: this sample through all stages of its step.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Rows of an artifact to show.")] = 20,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Response tokens, coloured by one of their values.")] = False,
+    by: Annotated[str, typer.Option(help="Of tokens: advantage, gap, entropy, kl, log_prob or mask.")] = "advantage",
+    top: Annotated[int, typer.Option(min=0, help="Of tokens: how many of the largest values are listed.")] = 10,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Of tokens: a folder with a tokenizer.json instead of the run's.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a step, one of its artifacts, or one sample through all stages."""
+    """Show a step, one of its artifacts, or one sample through all stages; or response tokens with their values."""
+    if tokens:
+        from flows.audit.tokens import show_tokens
+
+        shown = _console()
+        show_tokens(run, step, sample, by, top=top, limit=limit, as_json=as_json, console=shown, tokenizer=tokenizer)
+        return
     from flows import show as views
 
     views.show(run, step, stage, sample, as_json, limit, _console())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from storage import Run
-from storage.durable import append_json_line, read_json_lines, sha256_json
+from storage.durable import append_json_line, read_json_lines, sha256_file, sha256_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -35,6 +35,8 @@ NAME_CHARACTERS = 250
 STATE_TAG = "grpoflow.state"
 """Tag with the run's state in our own words: MLflow has none for a paused run."""
 _STATE_OF = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed", "SCHEDULED": "paused"}
+LATE_DOCUMENTS = ("report.html",)
+"""Texts in a run's folder that are made when it ends."""
 
 _FINAL_CODES = {
     "BAD_REQUEST",
@@ -81,6 +83,7 @@ class Sender:
         """
         self.uri: str = story["uri"]
         self.steps: deque[int] = deque()
+        self.late: deque[str] = deque(LATE_DOCUMENTS)
         self._run = run
         self._story = story
         self._died_ms = died_ms
@@ -90,6 +93,7 @@ class Sender:
         self._told = False
         self._closed: str | None = None
         self._sent: dict[int, dict[str, Any]] = {}
+        self._documents: dict[str, str] = {}
         self._refused: list[str] = []
         self._no_value: dict[str, int] = {}
         self._no_value_told = 0
@@ -108,6 +112,7 @@ class Sender:
             for index, record in chunk:
                 self._note(step=index, digest=sha256_json(record["metrics"]), timestamp=self._timestamp(index, record))
                 self.steps.popleft()
+        self._send_late(client, run_id)
 
     def close(self, state: str, ended_ms: int) -> None:
         """Give the run its last state and end time."""
@@ -119,7 +124,7 @@ class Sender:
     def send_rest(self, state: str, ended_ms: int) -> None:
         """Send and close, unless everything is there."""
         self._find_unsent()
-        if self.steps or not self._told or self._closed != state:
+        if self.steps or not self._told or self._closed != state or any(map(self._is_unsent, self.late)):
             self.send()
             self.close(state, ended_ms)
 
@@ -142,9 +147,11 @@ class Sender:
             if "mlflow_run" in line:
                 same = line["uri"] == self.uri
                 self._mlflow_run = line["mlflow_run"] if same else None
-                self._sent, self._told, self._closed = {}, False, None
+                self._sent, self._told, self._closed, self._documents = {}, False, None, {}
             elif "step" in line and self._mlflow_run:
                 self._sent[line["step"]] = line
+            elif "document" in line and self._mlflow_run:
+                self._documents[line["document"]] = line["digest"]
             elif self._mlflow_run:
                 self._told = self._told or "told" in line
                 self._closed = line.get("closed", self._closed)
@@ -187,7 +194,7 @@ class Sender:
         except Exception as error:
             if not _is_refusal(error):
                 raise
-            self._sent, self._told, self._mlflow_run = {}, False, None
+            self._sent, self._told, self._mlflow_run, self._documents = {}, False, None, {}
         return self._mlflow_run
 
     def _new_run(self, client: MlflowClient) -> str:
@@ -230,6 +237,22 @@ class Sender:
         self._halving(inputs, lambda part: client.log_inputs(run_id, datasets=part))
         self._note(told=True)
         self._told = True
+
+    def _send_late(self, client: MlflowClient, run_id: str) -> None:
+        """Send documents that are made when a run ends, each time they are new."""
+        while self.late:
+            name = self.late[0]
+            if self._is_unsent(name):
+                path = self._run.document(name)
+                digest = sha256_file(path)
+                self._halving([name], lambda _: client.log_artifact(run_id, str(path)))  # noqa: B023
+                self._note(document=name, digest=digest)
+                self._documents[name] = digest
+            self.late.popleft()
+
+    def _is_unsent(self, name: str) -> bool:
+        path = self._run.document(name)
+        return path.is_file() and self._documents.get(name) != sha256_file(path)
 
     # ---------------------------------------------------------------------------------------------------- the metrics
 
@@ -302,6 +325,55 @@ class Sender:
             middle = len(items) // 2
             self._halving(items[:middle], send)
             self._halving(items[middle:], send)
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+class NoStore(RuntimeError):
+    """MLflow's values of a run cannot be read, and why."""
+
+
+class History:
+    """What an MLflow store has of a run.
+
+    Attributes:
+        latest: by metric the value that MLflow shows for the run.
+    """
+
+    def __init__(self, client: MlflowClient, run_id: str, latest: dict[str, float]) -> None:
+        self._client, self._run_id = client, run_id
+        self.latest = latest
+
+    def values(self, key: str) -> Iterator[tuple[int, float]]:
+        """Step and value of every entry of a metric, by its name in MLflow; a step can have several."""
+        for metric in self._client.get_metric_history(self._run_id, key):
+            yield metric.step, metric.value
+
+
+@contextmanager
+def stored_history(run: Run, uri: str) -> Iterator[History]:
+    """Read what a store has of the run's lineage; nothing is made or written.
+
+    Raises:
+        NoStore: the store is not there or does not answer, or has no such run.
+    """
+    path = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
+    if path is not None and not path.is_file():
+        raise NoStore(f"there is no {path}")
+    known = [line for line in read_json_lines(run.document("tracking.jsonl")) if line.get("uri") == uri]
+    if not known:
+        raise NoStore(f"nothing has been sent to {uri} yet")
+    _say_little()
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client, run_id = MlflowClient(tracking_uri=uri), known[-1]["mlflow_run"]
+        latest = client.get_run(run_id).data.metrics
+        yield History(client, run_id, latest)
+    except (MlflowException, OSError) as error:
+        raise NoStore(f"{uri}: {first_line(error)}") from error
 
 
 # --------------------------------------------------------------------------------------------------- MLflow's rules
@@ -424,19 +496,24 @@ def short_value(value: Any) -> str:
 
 def _client(uri: str) -> MlflowClient:
     """A client that reports nothing home and leaves waiting to its caller."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    _say_little()
     from mlflow import MlflowClient
 
-    for chatty in ("mlflow", "alembic"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
     with _sole_opener(uri) as store:
         if store is not None and not store.exists():
             _make_store(store)
         client = MlflowClient(tracking_uri=uri)
         client.search_experiments(max_results=1)
     return client
+
+
+def _say_little() -> None:
+    """Keep MLflow from reporting home, from retrying by itself and from talking; call before it is imported."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    for chatty in ("mlflow", "alembic"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
 
 
 @contextmanager

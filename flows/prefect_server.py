@@ -28,6 +28,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
+from tasks.environment import environment
+
 if TYPE_CHECKING:
     from tasks.config import OrchestrationConfig
 
@@ -155,10 +157,10 @@ def prefect_api(
     (home / "client" / "logging.yml").write_text(CLIENT_LOGGING)
     given = cfg.api_url or os.environ.get("PREFECT_API_URL")
     if given:
-        with _environment(_client_settings(home, given)):
+        with environment(_client_settings(home, given)):
             yield PrefectAPI(given.rstrip("/"), min(cfg.startup_timeout_s, GIVEN_SERVER_WAIT_S))
         return
-    with _shared_server(home, say) as url, _environment(_client_settings(home, url) | _loopback_settings()):
+    with _shared_server(home, say) as url, environment(_client_settings(home, url) | _loopback_settings()):
         yield PrefectAPI(url, cfg.startup_timeout_s, home)
 
 
@@ -176,20 +178,6 @@ def _client_settings(home: Path, url: str) -> dict[str, str]:
 def _loopback_settings() -> dict[str, str]:
     no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1"]))
     return {"PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false", "NO_PROXY": no_proxy, "no_proxy": no_proxy}
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # ----------------------------------------------------------------------------------------- the managed server's life

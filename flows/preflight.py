@@ -228,7 +228,7 @@ class Job:
 
 def preflight(job: Job, _: Stages) -> None:
     """Sample and score the batches, as a flow: every one is a flow run of its own, under the same tag."""
-    ranks = Replacement(job.run, job.workers.group, lambda: None, job.progress.say)
+    ranks = Replacement(job.run, job.workers.group, lambda: None, job.progress.say, job.before_stage)
     total = sum(batch.count for batch in job.batches)
     if any(job.run.step(batch.step).record is None for batch in job.batches):
         # An engine that is a process of its own starts here, not within the first batch's time.

@@ -35,7 +35,12 @@ class Replacement:
     """Starts ranks that were lost again: once, until a further step is finished."""
 
     def __init__(
-        self, run: RunWriter, group: WorkerGroup, recover: Callable[[], object], say: Callable[[str], None]
+        self,
+        run: RunWriter,
+        group: WorkerGroup,
+        recover: Callable[[], object],
+        say: Callable[[str], None],
+        check: Callable[[], None],
     ) -> None:
         """The ranks of a run.
 
@@ -44,8 +49,9 @@ class Replacement:
             group: its ranks.
             recover: brings new ranks to the policy after the last finished step.
             say: told of losses.
+            check: called before ranks are started again; raises where the run is to end.
         """
-        self._run, self._group, self._recover, self._say = run, group, recover, say
+        self._run, self._group, self._recover, self._say, self._check = run, group, recover, say, check
         self._lost_after: int | None = None
 
     def within(self, work: Callable[[], R]) -> R:
@@ -65,6 +71,8 @@ class Replacement:
     def _start_again(self, lost: RanksLost) -> None:
         finished = last_finished_step(self._run)
         self._write_down(lost, finished)
+        # A batch system tells the ranks too that they are to end: that is no loss.
+        self._check()
         if self._lost_after == finished:
             raise _second(lost, finished) from lost
         self._lost_after = finished

@@ -34,8 +34,8 @@ def stale_reasons(run: Run, cfg: RunConfig, step: int) -> dict[str, list[str]]:
     """
     view = run.step(step)
     look = _Look(view)
-    workers, problem = _nobody(run, cfg, view)
-    opened = _Opening(step, cast(RunWriter, run), cfg)
+    workers, problem = nobody(run, cfg, view)
+    opened = Opening(step, cast(RunWriter, run), cfg)
     if step:
         look.walk(train_step, opened, workers)
     if any(stage.startswith("val_") for stage in view.stages()):
@@ -120,7 +120,7 @@ def _reward_keys(made_from: Mapping[str, Any]) -> list[Any]:
 # -------------------------------------------------------------------------------------- opening stages without running
 
 
-class _Opened(Exception):
+class Opened(Exception):
     """A stage was opened; it goes no further."""
 
     def __init__(self, stage: Stage) -> None:
@@ -132,11 +132,11 @@ class _Seen(Exception):
 
 
 @dataclass(frozen=True)
-class _Opening(Step):
+class Opening(Step):
     """A step whose stages are opened and left."""
 
     def open(self, stage: str, **about: Any) -> Stage:
-        raise _Opened(super().open(stage, **about))
+        raise Opened(super().open(stage, **about))
 
 
 class _Look:
@@ -158,7 +158,7 @@ class _Look:
         """Judge what a stage would use or make."""
         try:
             stage(*args)
-        except _Opened as opened:
+        except Opened as opened:
             name, artifact = opened.stage.name, self._judge(opened.stage)
         # What comes after the last stage reads or writes results, and further generate calls follow from their content.
         if name in ("updates", "val_rewards") or (name in self._bad and name != without_round(name)):
@@ -232,7 +232,7 @@ class _Group:
         return self.policy_digest
 
 
-def _nobody(run: Run, cfg: RunConfig, view: StepView) -> tuple[Workers, str | None]:
+def nobody(run: Run, cfg: RunConfig, view: StepView) -> tuple[Workers, str | None]:
     """What stages are opened with, and what is wrong with the reward functions, if anything is."""
     problem = None
     try:

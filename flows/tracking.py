@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from flows.last_process import death_of_last_process, events_of_history
 from flows.mlflow_sender import (
+    LATE_DOCUMENTS,
     Delivery,
     Sender,
     first_line,
@@ -107,6 +108,11 @@ class Tracker:
             self._sender.steps.append(index)
             self._wake.set()
 
+    @property
+    def keeps_report(self) -> bool:
+        """Whether MLflow is to have a report of the run."""
+        return self._sender is not None and self._cfg.tracking.report
+
     def finish(self, state: str) -> Delivery:
         """Send what is left within `tracking.flush_timeout_s`, close the run in MLflow, and say what is missing there.
 
@@ -115,6 +121,7 @@ class Tracker:
         """
         if self._sender is None:
             return Delivery()
+        self._sender.late.extend(LATE_DOCUMENTS)
         self._final = (STATES[state], now_ms())
         self._closing.set()
         self._wake.set()

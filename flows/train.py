@@ -50,6 +50,7 @@ from tasks.data import PreparedPrompts, prepare_prompts
 from tasks.engines.vllm_settings import without_effect_here
 from tasks.filter_groups import calls_before
 from tasks.geometry import Plan, PlanError
+from tasks.rewards.functions import configured_functions
 from tasks.rewards.pool import RewardPool
 from tasks.stage import Step
 from tasks.tokenizer import load_tokenizer
@@ -98,6 +99,7 @@ def train_and_tell(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = RunConsole()
     refuse_unbuilt(cfg, checked(plan_of(cfg)))
+    configured_functions(cfg)
     with ExitStack() as stack:
         say = Progress(console).say
         check = stack.enter_context(polite_end(cfg.trainer.stop_grace_s, say))
@@ -252,11 +254,24 @@ def state_is_kept(
         except (OSError, StorageError) as error:
             # What ended the run is what has to be told; without this line it counts as crashed.
             say(f"the end of the run could not be written down: {error}")
+        if tracker.keeps_report and ending.state not in ("killed", "paused"):
+            keep_report(run, ending.state, say)
         tracker.finish(ending.state)
         if ending.state != "finished":
             mended = "when the cause that is told below is mended, " if ending.state == "failed" else ""
             told = ending.reason if ending.state == "paused" else ending.state
             say(f"{told}; {mended}go on with: {go_on or f'grpoflow resume {short(run.root)}'}")
+
+
+def keep_report(run: RunWriter, state: str, say: Callable[[str], None]) -> None:
+    """Write the run's report into its folder, for MLflow. That it cannot be written is a warning and no more."""
+    try:
+        from flows.audit.report import FILE_NAME, write_report
+
+        write_report(run, run.document(FILE_NAME), state=state)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        say(f"warning: no report was written for MLflow ({why}); grpoflow report {short(run.root)} makes it")
 
 
 @dataclass(frozen=True)
@@ -330,7 +345,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.retainer = Retainer(self.run, self.cfg, self.progress.say)
-        self.ranks = Replacement(self.run, self.workers.group, self._recover, self.progress.say)
+        group, say = self.workers.group, self.progress.say
+        self.ranks = Replacement(self.run, group, self._recover, say, self.before_stage)
 
     def to_the_end(self) -> Outcome:
         """Recover, then train until the plan's last step or `until`, validating and saving as `trainer` says."""

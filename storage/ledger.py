@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -33,6 +33,7 @@ from uuid import uuid4
 import pyarrow as pa
 
 from storage.artifacts import (
+    DROPPED,
     MANIFEST,
     Artifact,
     Manifest,
@@ -56,6 +57,7 @@ from storage.durable import (
     sync_folder,
     write_json,
 )
+from storage.samples import run_sample_rows, sample_rows
 from storage.schema import FORMAT_VERSION, KIND, SCHEMAS, without_round
 
 STAGES = (*SCHEMAS, *KIND)
@@ -167,6 +169,15 @@ class StepView:
             raise FileNotFoundError(f"step {self.index} of {self.run.root} has no {stage}; it has: {have}")
         return read_table(artifact, columns)
 
+    def samples(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """One row per sample, all stages joined by `sample_id`; see `storage.samples.sample_rows`."""
+        return sample_rows(self, columns)
+
+    def is_dropped(self, stage: str) -> bool:
+        """Whether retention has dropped the rows of the attempt that is used."""
+        folder = self.used(stage)
+        return folder is not None and (folder / DROPPED).exists()
+
     def stages(self) -> list[str]:
         """Names of the artifacts that this step has."""
         there = [path.name for path in self.folder.glob("*/") if without_round(path.name) in STAGES]
@@ -270,6 +281,10 @@ class Run:
     def steps(self) -> list[int]:
         """Numbers of the steps that have a folder, step 0 included."""
         return sorted(int(path.name) for path in (self.root / "steps").glob("[0-9]*") if path.name.isdigit())
+
+    def samples(self, steps: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> pa.Table:
+        """One row per sample of several steps behind a column `step`; see `storage.samples.run_sample_rows`."""
+        return run_sample_rows(self, steps, columns)
 
     def finished_steps(self) -> list[int]:
         """Numbers of the finished training steps."""

@@ -655,6 +655,8 @@ class TrackingConfig(Section):
     """MLflow tracking URI; null: a SQLite store in `storage.root`."""
     flush_timeout_s: float = Field(60.0, ge=0)
     """How long the end of a run waits for a slow server before it leaves the rest to a later command."""
+    report: bool = True
+    """Keep a report of the run with it, as `report.html`, and send it to MLflow. It holds prompts and responses."""
 
 
 class OrchestrationConfig(Section):
@@ -678,7 +680,8 @@ class RayConfig(Section):
     rank_timeout_s: float = Field(60.0, gt=0)
     """How long a rank may give no sign of life before it counts as lost; however long its work takes, it gives one."""
     collective_timeout_s: float = Field(1800.0, gt=0)
-    """How long ranks wait for each other in the middle of a computation."""
+    """How long ranks wait for each other in the middle of a computation. One that answers but computes on nothing for
+    this and `rank_timeout_s` together counts as lost."""
 
 
 class RunConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 from storage import Artifact, Ragged, read_table
 from storage.artifacts import Part, read_manifest
 from tasks.algorithms.correction import probability_gap
+from tasks.balance import balance_metrics
 from tasks.config import RunConfig
 from tasks.stage import PartFolder, Stage, StageError, Step, aligned
 
@@ -155,10 +157,13 @@ def _compute_and_commit(stage: Stage, group: WorkerGroup, request: Request, of: 
         done = group.run(compute_log_probs, folder, request)
         parts = [one.part for one in done if one.part is not None]
         table = stage.read_parts(folder, parts)
+        metrics = {}
+        if not request.reference:
+            metrics = {**_metrics(table, request.rollouts), **_balance(stage, parts, table, request)}
         return stage.commit_parts(
             folder,
             parts,
-            metrics={} if request.reference else _metrics(table, request.rollouts),
+            metrics=metrics,
             shapes={
                 "tokens": done[0].tokens,
                 "micro_batches": max(one.micro_batches for one in done),
@@ -167,6 +172,17 @@ def _compute_and_commit(stage: Stage, group: WorkerGroup, request: Request, of: 
             },
             notes=_notes(stage.step.cfg, of),
         )
+
+
+def _balance(stage: Stage, parts: Sequence[Part], table: pa.Table, request: Request) -> dict[str, float]:
+    """Tokens of data-parallel ranks under verl's names, as the rows came and as they are shared out by cost."""
+    if not 1 < len(parts) <= table.num_rows or not stage.step.cfg.trainer.balance_batch:
+        return {}
+    sequences, rollouts = read_sequences(request.prompts, request.rollouts)
+    row_of = {name: row for row, name in enumerate(rollouts["sample_id"].to_pylist())}
+    rows = np.asarray([row_of[name] for name in table["sample_id"].to_pylist()], dtype=np.int64)
+    ends = np.cumsum([part.rows for part in parts])
+    return balance_metrics(sequences.lengths(), np.split(rows, ends[:-1]))
 
 
 def _metrics(table: pa.Table, rollouts: Artifact) -> dict[str, float]:

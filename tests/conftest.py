@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,62 +60,72 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def tiny_run(tmp_path: Path, tiny_model: Callable[..., Path]) -> Callable[..., "RunConfig"]:
+def tiny_run(tmp_path: Path, tiny_run_in: Callable[..., Callable[..., "RunConfig"]]) -> Callable[..., "RunConfig"]:
     """Make the configuration of a small real run: `tiny_run("trainer.total_training_steps=2", rows=16)`.
 
     16 prompts of different lengths, a random model, and a reward that looks at the parity of the response's first
     letter, so that groups are mixed. No server is started: `orchestration.enabled` is off unless a test turns it on.
     """
+    return tiny_run_in(tmp_path)
 
-    def make(*overrides: str, rows: int = 16) -> "RunConfig":
-        from flows.config import load_config
-        from tasks.warm_start.word_problems import build_tokenizer, save_tokenizer
 
-        tokenizer = build_tokenizer()
-        model = tmp_path / "model"
-        if not model.exists():
-            shutil.copytree(tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id), model)
-            save_tokenizer(tokenizer, model)
-        questions = [f"{'Tom has 1 2 apples ' * (1 + i % 3)}." for i in range(rows)]
-        lines = [{"prompt": text, "answer": str(i), "data_source": "toy"} for i, text in enumerate(questions)]
-        (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-        (tmp_path / "val.jsonl").write_text("\n".join(json.dumps(line) for line in lines[:4]))
-        (tmp_path / "reward.py").write_text(
-            "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-            "    return float(ord((solution_str or 'a')[0]) % 2)\n"
-        )
-        base = {
-            "data": {
-                "train_files": str(tmp_path / "train.jsonl"),
-                "val_files": str(tmp_path / "val.jsonl"),
-                "train_batch_size": 8,
-                "max_prompt_length": 40,
-                "max_response_length": 6,
-            },
-            "actor_rollout_ref": {
-                "model": {"path": str(model), "enable_gradient_checkpointing": False},
-                "actor": {
-                    "ppo_mini_batch_size": 4,
-                    "ppo_micro_batch_size_per_gpu": 8,
-                    "optim": {"lr": 1e-3},
-                    "use_kl_loss": True,
-                },
-                "rollout": {"n": 4, "tensor_model_parallel_size": 1, "log_prob_micro_batch_size_per_gpu": 8},
-                "ref": {"log_prob_micro_batch_size_per_gpu": 8},
-            },
-            "custom_reward_function": {"path": str(tmp_path / "reward.py")},
-            "trainer": {
-                "n_gpus_per_node": 1,
-                "device": "cpu",
-                "total_training_steps": 2,
-                "default_local_dir": str(tmp_path / "run"),
-                "val_before_train": False,
-            },
-            "storage": {"root": str(tmp_path / "runs")},
-            "tracking": {"enabled": False},
-            "orchestration": {"enabled": False},
-        }
-        (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
-        return load_config([tmp_path / "base.yaml"], list(overrides))
+@pytest.fixture(scope="session")
+def tiny_run_in(tiny_model: Callable[..., Path]) -> Callable[..., Callable[..., "RunConfig"]]:
+    """`tiny_run` in a folder of one's own, for runs that several tests look at: `tiny_run_in(folder)("key=value")`."""
 
-    return make
+    def within(tmp_path: Path) -> Callable[..., "RunConfig"]:
+        return partial(_tiny_config, tmp_path, tiny_model)
+
+    return within
+
+
+def _tiny_config(tmp_path: Path, tiny_model: Callable[..., Path], *overrides: str, rows: int = 16) -> "RunConfig":
+    from flows.config import load_config
+    from tasks.warm_start.word_problems import build_tokenizer, save_tokenizer
+
+    tokenizer = build_tokenizer()
+    model = tmp_path / "model"
+    if not model.exists():
+        shutil.copytree(tiny_model("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id), model)
+        save_tokenizer(tokenizer, model)
+    questions = [f"{'Tom has 1 2 apples ' * (1 + i % 3)}." for i in range(rows)]
+    lines = [{"prompt": text, "answer": str(i), "data_source": "toy"} for i, text in enumerate(questions)]
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    (tmp_path / "val.jsonl").write_text("\n".join(json.dumps(line) for line in lines[:4]))
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(ord((solution_str or 'a')[0]) % 2)\n"
+    )
+    base = {
+        "data": {
+            "train_files": str(tmp_path / "train.jsonl"),
+            "val_files": str(tmp_path / "val.jsonl"),
+            "train_batch_size": 8,
+            "max_prompt_length": 40,
+            "max_response_length": 6,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": str(model), "enable_gradient_checkpointing": False},
+            "actor": {
+                "ppo_mini_batch_size": 4,
+                "ppo_micro_batch_size_per_gpu": 8,
+                "optim": {"lr": 1e-3},
+                "use_kl_loss": True,
+            },
+            "rollout": {"n": 4, "tensor_model_parallel_size": 1, "log_prob_micro_batch_size_per_gpu": 8},
+            "ref": {"log_prob_micro_batch_size_per_gpu": 8},
+        },
+        "custom_reward_function": {"path": str(tmp_path / "reward.py")},
+        "trainer": {
+            "n_gpus_per_node": 1,
+            "device": "cpu",
+            "total_training_steps": 2,
+            "default_local_dir": str(tmp_path / "run"),
+            "val_before_train": False,
+        },
+        "storage": {"root": str(tmp_path / "runs")},
+        "tracking": {"enabled": False},
+        "orchestration": {"enabled": False},
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    return load_config([tmp_path / "base.yaml"], list(overrides))

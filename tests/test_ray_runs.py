@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
@@ -27,10 +28,13 @@ TWO = ("trainer.n_gpus_per_node=2",)
 
 @pytest.fixture(scope="module")
 def own_ray():
-    """One Ray for the module: starting one takes ten seconds."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with ray_of(None, 4, gpus=False):
-        yield
+    """One Ray for the module: starting one takes ten seconds. Its processes find the tests' rank tasks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        here = str(Path(__file__).parent)
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))))
+        with ray_of(None, 4, gpus=False):
+            yield
 
 
 def test_two_ranks_sample_the_same_tokens_as_one_process_and_come_to_the_same_numbers(tiny_run, own_ray, tmp_path):
@@ -44,6 +48,25 @@ def test_two_ranks_sample_the_same_tokens_as_one_process_and_come_to_the_same_nu
     manifest = two.step(1).manifest("old_log_probs")
     assert manifest.shapes["ranks"] == 2 and manifest.shapes["rows_per_rank"] == 16
     assert [part.rows for part in manifest.parts] == [16, 16]
+    assert_balance_is_told(two.step(1))
+
+
+def assert_balance_is_told(step):
+    told = {name: value for name, value in step.record["metrics"].items() if name.startswith("global_seqlen/")}
+    prompts, rollouts = step.table("prompts"), step.table("rollouts")
+    prompt = dict(zip(prompts["group_id"].to_pylist(), map(len, prompts["prompt_ids"].to_pylist()), strict=True))
+    whole = {
+        sample: prompt[group] + len(response)
+        for sample, group, response in zip(
+            *(rollouts[name].to_pylist() for name in ("sample_id", "group_id", "response_ids")), strict=True
+        )
+    }
+    before = list(whole.values())
+    after = [whole[sample] for sample in step.table("old_log_probs")["sample_id"].to_pylist()]
+    chunks, ranks = ([sum(one[:16]), sum(one[16:])] for one in (before, after))
+    assert (told["global_seqlen/min"], told["global_seqlen/max"]) == (min(chunks), max(chunks))
+    assert (told["global_seqlen/balanced_min"], told["global_seqlen/balanced_max"]) == (min(ranks), max(ranks))
+    assert told["global_seqlen/mean"] == sum(before) / 2 and max(ranks) - min(ranks) <= max(chunks) - min(chunks)
 
 
 @pytest.fixture
@@ -101,6 +124,29 @@ def test_a_stopped_rank_is_replaced_too(tiny_run, own_ray, tmp_path, ended_in):
     ended, told = run_in(tiny_run, tmp_path / "stopped", "ray.rank_timeout_s=4")
     assert "its process is stopped (SIGSTOP)" in told and "all ranks are started again" in told
     assert ended.finished_steps() == [1, 2]
+
+
+def test_a_rank_that_is_stuck_as_it_samples_is_replaced_too(tiny_run, own_ray, tmp_path, monkeypatch):
+    """Its process answers, and no other rank waits for it."""
+    os.mkfifo(tmp_path / "pipe")
+    original, calls = RayGroup._call, []
+
+    def call(self, others_may_take_s, task, args, kwargs):
+        if task.endswith(":sample_responses"):
+            calls.append(task)
+            if len(calls) > 1:
+                return original(self, others_may_take_s, task, args, kwargs)
+            task, kwargs = "ray_tasks:stuck_as_it_samples", {"number": 1, "pipe": str(tmp_path / "pipe")}
+        return original(self, others_may_take_s, task, args, kwargs)
+
+    alone, _ = run(tiny_run(f"trainer.default_local_dir={tmp_path}/alone"))
+    monkeypatch.setattr(RayGroup, "_call", call)
+    limits = ("ray.rank_timeout_s=4", "ray.collective_timeout_s=24")
+    ended, told = run_in(tiny_run, tmp_path / "stuck", *limits)
+    assert "rank 1" in told and "has got no further for" in told and "in read_for_ever" in told
+    assert [tokens(ended, step) for step in (1, 2)] == [tokens(alone, step) for step in (1, 2)]
+    (lost,) = [event for event in ended.events() if event["event"] == "ranks_lost"]
+    assert lost["rank"] == 1 and len(calls) == 3
 
 
 def test_a_second_loss_in_the_same_step_ends_the_run_and_resume_goes_on(tiny_run, own_ray, tmp_path):

@@ -178,7 +178,7 @@ def test_a_loss_while_ranks_are_started_again_is_the_second_one_and_ends_the_run
         raise RanksLost("gone", 0, "here", 7)
 
     with pytest.raises(RanksLost, match=r"gone again\. .* since step 0; a second loss ends the run"):
-        Replacement(step.run, NeverBack(None), lambda: None, lambda _: None).within(work)
+        Replacement(step.run, NeverBack(None), lambda: None, lambda _: None, lambda: None).within(work)
     lost = [event for event in step.run.events() if event["event"] == "ranks_lost"]
     assert [(event["rank"], event["step"]) for event in lost] == [(0, 1), (1, 1)]
 
@@ -201,10 +201,12 @@ def own_ray():
 
 
 @pytest.fixture
-def two_ranks(tiny_run, own_ray, tmp_path):
+def two_ranks(tiny_run, own_ray, tmp_path, request):
+    """Two ranks; a test's parameter is a further override."""
     from tasks.workers.pools import ray_ranks
 
-    cfg = tiny_run("trainer.n_gpus_per_node=2", "ray.rank_timeout_s=6", f"storage.root={tmp_path}")
+    more = [getattr(request, "param", "trainer.seed=0")]
+    cfg = tiny_run("trainer.n_gpus_per_node=2", "ray.rank_timeout_s=6", f"storage.root={tmp_path}", *more)
     with ray_ranks(cfg, total_steps=1) as group:
         yield group
 
@@ -256,6 +258,22 @@ def test_a_rank_that_hangs_is_noticed_by_its_silence_and_all_are_ended(two_ranks
         two_ranks.run(ray_tasks.hang, 1)
     assert (lost.value.rank, lost.value.pid) == (1, pids[1])
     assert time.monotonic() - started < 40 and gone(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two_ranks", ["ray.collective_timeout_s=24"], indirect=True)
+def test_a_rank_whose_process_answers_but_whose_computation_is_stuck_is_noticed_and_told_with_its_place(
+    two_ranks, tmp_path
+):
+    os.mkfifo(tmp_path / "pipe")
+    pids, started = [one.pid for one in two_ranks.about], time.monotonic()
+    with pytest.raises(
+        RanksLost, match=r"answers, but has got no further for 3\d s \(ray.collective_timeout_s"
+    ) as lost:
+        two_ranks.run(ray_tasks.stuck, 1, str(tmp_path / "pipe"), 100)
+    assert (lost.value.rank, lost.value.pid) == (1, pids[1])
+    assert "in read_for_ever" in lost.value.last_lines
+    assert 30 <= time.monotonic() - started < 60 and gone(pids)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """The process of one run of a sweep, which ends with its parent.
 
-    python -m flows.sweep.trial_process CONFIG UNTIL PARENT_PID [RECIPE ...]
+python -m flows.sweep.trial_process CONFIG UNTIL PARENT_PID [RECIPE ...]
 """
 
 from __future__ import annotations

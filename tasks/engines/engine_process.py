@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from tasks.engines.vllm_process import end_group
+from tasks.workers import progress
 
 LOOK_EVERY_S = 0.2
 """How often a running call is looked at."""
@@ -171,6 +172,8 @@ class EngineProcess:
     def _answer(self, name: str, silence_s: float, key: str) -> dict[str, Any]:
         heard = time.monotonic()
         while True:
+            # Whoever watches this process need not: the engine has limits of its own.
+            progress.note()
             for message in self._messages():
                 heard = time.monotonic()
                 if "done" in message:

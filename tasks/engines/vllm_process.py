@@ -245,6 +245,8 @@ def main() -> None:
     if sys.argv[1] == "--watch":
         watch(int(sys.argv[2]), Path(sys.argv[3]))
     else:
+        # vLLM ends its workers by SIGTERM, which a rank does not take and its children would not either.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         serve(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
 
 

@@ -36,15 +36,15 @@ def source_files(target: str) -> dict[str, str]:
     Imports are followed through files beside the function's own and in those folders of the import path that hold no
     installed packages.
     """
-    first = _own_file(target.rpartition(":")[0])
+    first = own_file(target.rpartition(":")[0])
     if first is None:
         return {}
-    beside = [] if first.parent in _installed() else [first.parent]
-    roots = list(dict.fromkeys([*beside, *_folders_of_the_user()]))
+    beside = [] if first.parent in installed_folders() else [first.parent]
+    roots = list(dict.fromkeys([*beside, *folders_of_the_user()]))
     names = {first: first.name}
     waiting = [first]
     while waiting:
-        for label, path in _imported(waiting.pop(), roots):
+        for label, path in imported_files(waiting.pop(), roots):
             if path not in names and not any(path.is_relative_to(package) for package in _OURS):
                 names[path] = label
                 waiting.append(path)
@@ -55,7 +55,8 @@ def source_files(target: str) -> dict[str, str]:
     return {label: digests[0] if len(digests) == 1 else sha256_json(digests) for label, digests in found.items()}
 
 
-def _own_file(place: str) -> Path | None:
+def own_file(place: str) -> Path | None:
+    """The source file of a path or of a module's name; None: there is none."""
     if place.endswith(".py"):
         return Path(place)
     try:
@@ -65,9 +66,9 @@ def _own_file(place: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin and Path(spec.origin).is_file() else None
 
 
-def _folders_of_the_user() -> list[Path]:
+def folders_of_the_user() -> list[Path]:
     """Folders from which reward processes import, without those of the interpreter and of installed packages."""
-    here, installed = Path.cwd(), {*_installed(), Path(sys.prefix), Path(sys.base_prefix)}
+    here, installed = Path.cwd(), {*installed_folders(), Path(sys.prefix), Path(sys.base_prefix)}
     folders = [here / entry if entry else here for entry in sys.path] + [here]
     return [
         folder
@@ -76,12 +77,12 @@ def _folders_of_the_user() -> list[Path]:
     ]
 
 
-def _installed() -> set[Path]:
+def installed_folders() -> set[Path]:
     """Folders of the standard library and of installed packages."""
     return {Path(path) for path in (*sysconfig.get_paths().values(), site.getusersitepackages())}
 
 
-def _imported(path: Path, roots: list[Path]) -> Iterator[tuple[str, Path]]:
+def imported_files(path: Path, roots: list[Path]) -> Iterator[tuple[str, Path]]:
     """Files that a source file imports, each with its path below the folder that it was found in."""
     try:
         tree = ast.parse(path.read_bytes())

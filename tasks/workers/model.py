@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from tasks.config import FSDPConfig, ModelConfig
+from tasks.workers import progress
 from tasks.workers.attention import GROUPED
 from tasks.workers.mesh import Mesh
 from tasks.workers.packed import can_pack
@@ -84,6 +85,7 @@ class CausalModel:
 
     def hidden(self, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """[B, T] token ids to [B, T, hidden] states after the last norm."""
+        progress.note()
         kwargs.setdefault("use_cache", kwargs.get("past_key_values") is not None)
         return self.decoder(input_ids=ids, **kwargs).last_hidden_state
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from tasks.environment import environment
+
 # Read when Ray is imported: its servers then listen on loopback where they serve this machine alone.
 _LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
@@ -51,8 +53,7 @@ def ray_of(address: str | None, ranks: int, *, gpus: bool | None, startup_s: flo
         ValueError: there are too few devices, or no cluster at this address.
     """
     if address is None:
-        os.environ.setdefault(_LOOPBACK_ALONE, "0")
-        os.environ.setdefault(_CONNECT_TRIES, str(int(startup_s)))
+        before_import(startup_s)
     import ray
 
     if ray.is_initialized():
@@ -65,6 +66,16 @@ def ray_of(address: str | None, ranks: int, *, gpus: bool | None, startup_s: flo
             _connect(address) if address is not None else _start(ranks, gpus, str(folder), startup_s)
             _hush()
         yield _on_cuda(ranks, gpus)
+
+
+def before_import(startup_s: float) -> None:
+    """Set what Ray reads when it is imported, for a Ray of this process's own.
+
+    Args:
+        startup_s: how long it may take to start.
+    """
+    os.environ.setdefault(_LOOPBACK_ALONE, "0")
+    os.environ.setdefault(_CONNECT_TRIES, str(int(startup_s)))
 
 
 def _connect(address: str) -> None:
@@ -118,7 +129,7 @@ def _try_to_start(ranks: int, gpus: bool | None, folder: str, startup_s: float) 
         "RAY_gcs_server_port_wait_time_s": str(int(startup_s)),
         "RAY_worker_register_timeout_seconds": str(int(startup_s)),
     }
-    with _environment(settings):
+    with environment(settings), _out_of_reach_of_sigterm():
         ray.init(
             address="local",
             num_cpus=ranks,
@@ -181,6 +192,19 @@ def _on_cuda(ranks: int, gpus: bool | None) -> bool:
 
 
 @contextmanager
+def _out_of_reach_of_sigterm() -> Iterator[None]:
+    """Processes started in the block do not take SIGTERM, nor do theirs; Ray has it so for Ctrl-C.
+
+    Batch systems send it to all processes of a job. It is for this one alone: without Ray it could not end politely.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def _signals_kept() -> Iterator[None]:
     """Ray puts a handler of its own in the place of the one for SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
@@ -191,18 +215,3 @@ def _signals_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables that processes started in the block inherit."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

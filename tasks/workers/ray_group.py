@@ -23,6 +23,7 @@ from storage import StorageError
 from tasks.config import RunConfig
 from tasks.engines.engine_process import EngineDied
 from tasks.workers.group import RanksLost, WorkerGroup
+from tasks.workers.pulse import Pulse, Silence
 from tasks.workers.rank import Role
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class RayGroup(WorkerGroup):
         from tasks.workers.ray_rank import Failed
 
         waiting, done, raised = dict(calls), dict[int, Any](), dict[int, Exception]()
-        pulse = _Pulse(self._actors, self._cfg.ray.rank_timeout_s)
+        pulse = Pulse(self._actors, self._cfg.ray)
         give_up: float | None = None
         while waiting and (give_up is None or time.monotonic() < give_up):
             ready, _ = ray.wait(list(waiting), timeout=pulse.every_s)
@@ -273,8 +274,8 @@ class RayGroup(WorkerGroup):
             self.end()
         raise raised[rank]
 
-    def _lose(self, rank: int, sign: Exception | float) -> NoReturn:
-        """End all ranks and tell of one that is gone (what Ray says of it) or silent (for so many s)."""
+    def _lose(self, rank: int, sign: Exception | Silence) -> NoReturn:
+        """End all ranks and tell of one that is gone (what Ray says of it) or silent."""
         self._lost = self._about_loss(rank, self._reason(rank, sign))
         self.end()
         raise self._lost
@@ -285,13 +286,19 @@ class RayGroup(WorkerGroup):
         log, about = log_file(self._logs, self._pool.name, rank), self.about[rank]
         return RanksLost(reason, rank, about.host, about.pid, _last_lines(log), str(log))
 
-    def _reason(self, rank: int, sign: Exception | float) -> str:
+    def _reason(self, rank: int, sign: Exception | Silence) -> str:
         from tasks.workers.ray_rank import log_file
 
-        if isinstance(sign, float):
+        if isinstance(sign, Silence) and sign.answers:
+            self._print_stack(rank)
+            return (
+                f"it answers, but has got no further for {sign.seconds:.0f} s (ray.collective_timeout_s and "
+                "ray.rank_timeout_s), as when a driver or a file system hangs"
+            )
+        if isinstance(sign, Silence):
             stopped = any(one.pid == self.about[rank].pid and _is_stopped(one) for one in self._here)
             why = ": its process is stopped (SIGSTOP)" if stopped else ""
-            return f"it has given no sign of life for {sign:.0f} s (ray.rank_timeout_s){why}"
+            return f"it has given no sign of life for {sign.seconds:.0f} s (ray.rank_timeout_s){why}"
         printed = "\n".join(_printed(log_file(self._logs, self._pool.name, rank)))
         if crash := re.search(r"\*\*\* (SIG[A-Z]+) received|Fatal Python error: (.+)", printed):
             return f"its process crashed ({crash[1] or crash[2]})"
@@ -301,35 +308,12 @@ class RayGroup(WorkerGroup):
             "its process is gone without a word, as after SIGKILL: by hand, or by the kernel for want of memory." + told
         ).rstrip(".")
 
-
-class _Pulse:
-    """Signs of life of the ranks, asked for beside their work."""
-
-    def __init__(self, actors: list[Any], timeout_s: float) -> None:
-        self._actors, self._timeout_s = actors, timeout_s
-        self.every_s = min(2.0, timeout_s / 4)
-        self._seen = [time.monotonic()] * len(actors)
-        self._asked: dict[int, Any] = {}
-
-    def lost(self) -> tuple[int, Exception | float] | None:
-        """A rank that is gone, with what Ray says, or one that has been silent for too long, and for how many s."""
+    def _print_stack(self, rank: int) -> None:
+        """Let a rank write into its log where it is: the last lines of that are told."""
         import ray
 
-        for rank, actor in enumerate(self._actors):
-            asked = self._asked.get(rank)
-            if asked is not None and ray.wait([asked], timeout=0)[0]:
-                del self._asked[rank]
-                try:
-                    ray.get(asked)
-                except ray.exceptions.RayActorError as error:
-                    return rank, error
-                self._seen[rank] = time.monotonic()
-            silent_s = time.monotonic() - self._seen[rank]
-            if silent_s > self._timeout_s:
-                return rank, silent_s
-            if rank not in self._asked and silent_s > self.every_s:
-                self._asked[rank] = actor.ping.remote()
-        return None
+        with suppress(Exception):
+            ray.get(self._actors[rank].print_stack.remote(), timeout=END_WITHIN_S)
 
 
 def _foreseen(error: Exception) -> bool:

@@ -13,8 +13,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,11 @@ import ray
 from storage import Artifact
 from storage.artifacts import wait_until_seen
 from tasks.config import RunConfig
+from tasks.workers import progress
 from tasks.workers.rank import Role
+
+STACK_LINES = 12
+"""Calls that a rank tells of where it is stuck, innermost last."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class RankProcess:
     def __init__(self, number: int, ranks: int, name: str, logs: str, threads: str | None) -> None:
         self._number, self._ranks, self._name, self._threads = number, ranks, name, threads
         self._rank: Any = None
+        self._thread = 0
         self._samples = False
         self._store: Any = None
         _end_with_parent()
@@ -133,8 +139,16 @@ class RankProcess:
         return self._logs / f"engine-{self._number}.log"
 
     @ray.method(concurrency_group="watch")
-    def ping(self) -> None:
-        """Answer: the process is alive and its interpreter runs."""
+    def ping(self) -> float | None:
+        """Answer: the process is alive and its interpreter runs. For how many s its rank task has not got on; None:
+        it has none."""
+        return progress.silent_s()
+
+    @ray.method(concurrency_group="watch")
+    def print_stack(self) -> None:
+        """Print where the thread that computes is."""
+        frame = sys._current_frames().get(self._thread)
+        print("it is here:", *traceback.format_stack(frame, STACK_LINES), sep="\n", file=sys.stderr, flush=True)
 
     def about(self) -> About:
         """Where it lives."""
@@ -187,8 +201,8 @@ class RankProcess:
         from tasks.workers.mesh import Mesh
         from tasks.workers.rank import open_rank
 
-        # Ray shows each rank its own accelerator alone, as number 0.
-        device = torch.device("cuda", 0) if opening.device == "cuda" else torch.device("cpu")
+        number = cuda_number(self.about().gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        device = torch.device("cuda", number) if opening.device == "cuda" else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if opening.role.is_actor and self._ranks > 1:
@@ -226,6 +240,8 @@ class RankProcess:
 
     def run(self, task: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a rank task by `module:function`; what it raises is returned."""
+        self._thread = threading.get_ident()
+        progress.note()
         try:
             for artifact in _artifacts([*args, *kwargs.values()]):
                 wait_until_seen(artifact.folder)
@@ -234,12 +250,25 @@ class RankProcess:
         except Exception as error:
             print(traceback.format_exc(), file=sys.stderr, flush=True)
             return Failed.of(error)
+        finally:
+            progress.rest()
 
-    def threads(self) -> int:
-        """Threads that torch computes with here."""
-        import torch
 
-        return torch.get_num_threads()
+def cuda_number(own: Sequence[str], visible: str | None) -> int:
+    """Number of a rank's accelerator among those that its process sees.
+
+    Ray shows each process its own alone, unless it is told not to (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES).
+
+    Args:
+        own: what Ray has given it.
+        visible: CUDA_VISIBLE_DEVICES; None: it sees all.
+    """
+    if not own:
+        return 0
+    if visible is None:
+        return int(own[0]) if own[0].isdigit() else 0
+    seen = visible.split(",")
+    return seen.index(own[0]) if own[0] in seen else 0
 
 
 def log_file(folder: Path, name: str, rank: int) -> Path:

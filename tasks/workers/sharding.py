@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tasks.config import FSDPConfig
+from tasks.workers import progress
 from tasks.workers.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -96,6 +97,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor; collective where it is sharded."""
+    progress.note()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
