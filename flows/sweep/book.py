@@ -123,12 +123,17 @@ class Sweep:
         return list(found.values())
 
     @property
+    def told_state(self) -> str:
+        """What the process that runs the sweep said last: `running`, `finished`, or `stopped`."""
+        told = [event["state"] for event in self.events() if event["event"] in ("opened", "closed")]
+        return told[-1] if told else "running"
+
+    @property
     def state(self) -> str:
         """`running`, `finished`, `stopped` (told to end, or out of budget), or `crashed`."""
         if self.owner() is not None:
             return "running"
-        closed = [event.get("state", "running") for event in self.events() if event["event"] in ("opened", "closed")]
-        return "crashed" if not closed or closed[-1] == "running" else closed[-1]
+        return "crashed" if self.told_state == "running" else self.told_state
 
     def owner(self) -> dict[str, Any] | None:
         """The live process that runs this sweep; None: there is none."""

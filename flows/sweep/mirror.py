@@ -47,9 +47,11 @@ class Mirror:
         self._wake.set()
 
     def _work(self) -> None:
-        while not self._closing.is_set():
+        last = False
+        while not last:
             self._wake.wait()
             self._wake.clear()
+            last = self._closing.is_set()
             for name, tell in (("Optuna", to_optuna), ("MLflow", to_mlflow)):
                 try:
                     tell(open_sweep(self._folder))
@@ -85,9 +87,7 @@ def to_optuna(sweep: Sweep) -> None:
     import optuna
 
     study, board = study_of(sweep), sweep.board()
-    over = sweep.state in ("finished", "stopped", "crashed") or any(
-        event["event"] == "closed" for event in sweep.events()[-1:]
-    )
+    over = sweep.told_state != "running"
     with silent():
         known = {trial.user_attrs.get(NUMBER): trial for trial in study.trials}
         for row in sorted(rows(sweep), key=lambda one: one.trial):
@@ -143,11 +143,11 @@ def to_mlflow(sweep: Sweep) -> None:
         "grpoflow.sweep": sweep.sweep_id,
         "grpoflow.folder": str(sweep.folder),
         "grpoflow.objective": sweep.spec.objective.metric,
-        "grpoflow.state": sweep.state,
+        "grpoflow.state": sweep.told_state,
         "grpoflow.best_trial": "" if best is None else str(best.trial),
     }
     params = {key: repr(parameter.model_dump(exclude_defaults=True)) for key, parameter in sweep.spec.space.items()}
-    states = {"finished": "FINISHED", "running": "RUNNING", "stopped": "KILLED", "crashed": "KILLED"}
+    states = {"finished": "FINISHED", "running": "RUNNING", "stopped": "KILLED"}
     tell_family(
         uri,
         experiment=sweep.project,
@@ -157,7 +157,7 @@ def to_mlflow(sweep: Sweep) -> None:
         tags=tags,
         params=params,
         metrics={} if best is None or best.value is None else {"sweep/best": best.value},
-        state=states[sweep.state],
+        state=states[sweep.told_state],
         members=members,
     )
 
