@@ -237,3 +237,19 @@ def _live_tickets(folder: Path) -> list[Path]:
         except FileNotFoundError:
             continue
     return live
+
+
+def visible_devices(environment: Mapping[str, str], slot: int, per_slot: int) -> str:
+    """`CUDA_VISIBLE_DEVICES` of a slot.
+
+    Raises:
+        ValueError: there are not so many devices.
+    """
+    here = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    first, last = slot * per_slot, (slot + 1) * per_slot
+    if here and last > len(here):
+        raise ValueError(
+            f"slot {slot} needs devices {first} to {last - 1}, and CUDA_VISIBLE_DEVICES has {len(here)}: lower slots "
+            "or devices_per_slot"
+        )
+    return ",".join(here[first:last] or map(str, range(first, last)))

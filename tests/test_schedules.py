@@ -19,6 +19,7 @@ from flows.schedules import process
 from flows.schedules.places import Begun, Places
 from flows.schedules.server import times_of
 from flows.schedules.spec import Schedule, Served, configuration, load_schedules, refuse_unrunnable, served
+from flows.slots import visible_devices
 from flows.sweep.spec import base_config, load_sweep
 
 NO_FOLDER = "~trainer.default_local_dir"
@@ -261,7 +262,7 @@ def test_a_process_that_is_told_to_end_gets_one_signal_however_often_it_is_told(
 def test_a_run_ends_politely_when_what_started_it_is_killed(tmp_path):
     """The flow run's process is killed with -9; its child is told to end by the kernel."""
     says = tmp_path / "told"
-    child = "import os, signal, sys, time; from flows.schedules.process import end_with_parent\n"
+    child = "import os, signal, sys, time; from flows.child import end_with_parent\n"
     child += f"signal.signal(signal.SIGTERM, lambda *_: (open({str(says)!r}, 'w').write('told'), sys.exit(0)))\n"
     child += "end_with_parent(os.getppid()); print('ready', flush=True); time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
@@ -286,10 +287,10 @@ def test_the_last_words_of_a_log_are_its_error_with_what_follows(tmp_path):
 
 
 def test_a_slots_devices_are_its_share_of_those_that_are_visible():
-    assert process.visible_devices({}, 1, 2) == "2,3"
-    assert process.visible_devices({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1, 2) == "6,7"
+    assert visible_devices({}, 1, 2) == "2,3"
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1, 2) == "6,7"
     with pytest.raises(ValueError, match="slot 1 needs devices 2 to 3, and CUDA_VISIBLE_DEVICES has 3"):
-        process.visible_devices({"CUDA_VISIBLE_DEVICES": "4,5,6"}, 1, 2)
+        visible_devices({"CUDA_VISIBLE_DEVICES": "4,5,6"}, 1, 2)
 
 
 def test_places_know_who_lives_and_what_was_begun_last(tmp_path):

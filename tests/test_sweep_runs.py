@@ -15,10 +15,10 @@ import pytest
 import yaml
 from servers import wait_until
 
-from flows.slots import acquire
+from flows.slots import SLOTS, acquire
 from flows.sweep.book import open_sweep
 from flows.sweep.mirror import study_of, to_mlflow, to_optuna
-from flows.sweep.run import SLOTS, environment_of
+from flows.sweep.run import environment_of
 from flows.sweep.spec import SweepSpec
 from flows.sweep.table import as_json, rows
 from storage import StorageError, open_run
@@ -168,12 +168,12 @@ def started(path: Path) -> list:
 
 
 def trials_of(process: subprocess.Popen) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.pid).children() if "flows.sweep.trial_process" in child.cmdline()]
+    return [child for child in psutil.Process(process.pid).children() if "flows.child" in child.cmdline()]
 
 
 def is_trial_of(process: psutil.Process, path: Path) -> bool:
     words = process.info["cmdline"] or []
-    return "flows.sweep.trial_process" in words and any(f"/{path.stem}.sweep/" in word for word in words)
+    return "flows.child" in words and any(f"/{path.stem}.sweep/" in word for word in words)
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_a_slot_has_its_own_devices_and_its_share_of_the_cores(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert environment_of(spec, 1)["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(StorageError, match="lower"):
+    with pytest.raises(ValueError, match="lower"):
         environment_of(spec, 1)
     assert int(environment_of(spec, 0)["OMP_NUM_THREADS"]) == max(1, psutil.cpu_count() // 2)
 

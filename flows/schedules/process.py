@@ -1,26 +1,22 @@
-"""The process of a scheduled run: `python -m flows.schedules.process PARENT WORDS…` is `grpoflow WORDS…`.
-
-It is told to end, politely, when the process that started it dies, however it dies.
-"""
+"""The process of a scheduled run: what it is told, how it is waited for, and what its end means."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from flows.child import child_command
 from flows.config_layers import read_yaml
 from flows.last_process import death_of_last_process
 from flows.run_folder import run_folder, short
 from flows.schedules.spec import Served, configuration, run_overrides
-from flows.slots import Slot
-from flows.sweep.trial_process import end_with_parent
+from flows.slots import Slot, visible_devices
 from storage import StorageError, open_run
 
 LAST_WORDS_BYTES = 4000
@@ -65,7 +61,7 @@ def start(one: Served, words: Sequence[str], log: Path, slots: Sequence[Slot]) -
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices(os.environ, slots[-1].number, one.devices_per_slot)
     with log.open("ab") as output:
         return slots[0].start(
-            [sys.executable, "-m", "flows.schedules.process", str(os.getpid()), *words],
+            child_command(*words),
             also=slots[1:],
             cwd=one.folder,
             env=environment,
@@ -80,22 +76,6 @@ def start(one: Served, words: Sequence[str], log: Path, slots: Sequence[Slot]) -
 def _is_of_the_flow_run(name: str, one: Served) -> bool:
     """Whether a variable is about the flow run around the process, or about a server that the process finds itself."""
     return name.startswith("PREFECT__") or (one.api_url is None and name.startswith("PREFECT_"))
-
-
-def visible_devices(environment: Mapping[str, str], slot: int, per_slot: int) -> str:
-    """`CUDA_VISIBLE_DEVICES` of a slot.
-
-    Raises:
-        ValueError: there are not so many devices.
-    """
-    here = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    first, last = slot * per_slot, (slot + 1) * per_slot
-    if here and last > len(here):
-        raise ValueError(
-            f"slot {slot} needs devices {first} to {last - 1}, and CUDA_VISIBLE_DEVICES has {len(here)}: lower slots "
-            "or devices_per_slot"
-        )
-    return ",".join(here[first:last] or map(str, range(first, last)))
 
 
 def wait(process: subprocess.Popen[Any], check: Callable[[], None], told: tuple[type[BaseException], ...]) -> bool:
@@ -149,16 +129,3 @@ def how_to_go_on(one: Served, folder: Path | None) -> str:
         return f"{folder}: {error}"
     how = f"{death.words}; " if death else ""
     return f"{how}go on with: grpoflow resume {short(folder)}"
-
-
-def main() -> None:
-    """Be the command line, until the parent dies."""
-    end_with_parent(int(sys.argv[1]))
-    from flows.cli import main as command_line
-
-    sys.argv = ["grpoflow", *sys.argv[2:]]
-    command_line()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 
-from flows.slots import Slot, acquire
+from flows.child import child_command
+from flows.slots import SLOTS, Slot, acquire, visible_devices
 from flows.sweep.board import Advance, NewTrial, Result, Wait, next_decision
 from flows.sweep.book import SweepWriter
 from flows.sweep.objective import result_of
@@ -24,14 +25,10 @@ from flows.sweep.space import grid, suggest
 from flows.sweep.spec import SweepSpec
 from flows.sweep.table import cell
 from flows.sweep.trials import recipe_words, refusal, trial_config, write_config
-from storage import StorageError
 from tasks.config import RunConfig
 
 POLL_S = 0.2
 """How often the processes of runs are looked at."""
-
-SLOTS = ".slots"
-"""Folder of this machine's slots, in `storage.root`: all sweeps and schedules of runs there share them."""
 
 KILLED = {128 + signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP}
 """Exit codes of a process that was told to end, or made to."""
@@ -188,12 +185,11 @@ class Loop:
         log = self.sweep.folder / "logs" / f"{label}.log"
         log.parent.mkdir(exist_ok=True)
         attempt = self._attempts[key] = self._attempts.get(key, 0) + 1
-        module = "flows.sweep.trial_process"
-        words = [str(config), str(advance.until), str(os.getpid()), *recipe_words(self.sweep.spec)]
+        words = ["train", *recipe_words(self.sweep.spec), str(config), "--until", str(advance.until)]
         self.sweep.append("started", advance=advance.index, seed=seed, attempt=attempt, slot=slot.number)
         with log.open("ab") as out:
             process = slot.start(
-                [sys.executable, "-m", module, *words],
+                child_command(*words),
                 env=self._environment(slot.number),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -357,12 +353,5 @@ def environment_of(spec: SweepSpec, slot: int) -> dict[str, str]:
     threads = spec.threads_per_slot or max(1, (psutil.cpu_count() or 1) // spec.slots)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if spec.devices_per_slot:
-        here = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        first, last = slot * spec.devices_per_slot, (slot + 1) * spec.devices_per_slot
-        if here and last > len(here):
-            raise StorageError(
-                f"slot {slot} needs devices {first} to {last - 1}, and CUDA_VISIBLE_DEVICES has {len(here)}: lower "
-                "slots or devices_per_slot"
-            )
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(here[first:last] or map(str, range(first, last)))
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices(os.environ, slot, spec.devices_per_slot)
     return environment

@@ -1,7 +1,4 @@
-"""The process of one run of a sweep, which ends with its parent.
-
-python -m flows.sweep.trial_process CONFIG UNTIL PARENT_PID [RECIPE ...]
-"""
+"""A grpoflow command in a process of its own that ends with its parent: `python -m flows.child PARENT_PID WORD ...`."""
 
 from __future__ import annotations
 
@@ -9,8 +6,14 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
+
+
+def child_command(*words: str) -> Sequence[str]:
+    """The command line of such a process; this process is its parent."""
+    return [sys.executable, "-m", "flows.child", str(os.getpid()), *words]
 
 
 def end_with_parent(parent: int) -> None:
@@ -22,12 +25,11 @@ def end_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Train as the command line would."""
-    config, until, parent, *recipes = sys.argv[1:]
-    end_with_parent(int(parent))
+    """Be the command line."""
+    end_with_parent(int(sys.argv[1]))
     from flows.cli import main as command_line
 
-    sys.argv = ["grpoflow", "train", *recipes, config, "--until", until]
+    sys.argv = ["grpoflow", *sys.argv[2:]]
     command_line()
 
 
