@@ -56,6 +56,18 @@ def table(which: Which, as_json: Json = False) -> None:
 
 
 @sweep.command()
+def report(which: Which, out: Annotated[Path | None, typer.Option("-o", help="The file.")] = None) -> None:
+    """Write one HTML file: leaderboard, space, what mattered."""
+    from flows.sweep.command import find_sweep
+    from flows.sweep.report import FILE_NAME, write_report
+
+    found = find_sweep(which)
+    path = out or found.folder / FILE_NAME
+    write_report(found, path)
+    typer.echo(f"{path}: open it in a browser")
+
+
+@sweep.command()
 def clone(
     which: Which,
     trial: Annotated[int, typer.Argument(help="Its number in the table.")],
