@@ -21,19 +21,19 @@ from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from prefect import Flow, Task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import ArtifactCreate
+from prefect.client.schemas.actions import ArtifactCreate, FlowRunCreate
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
 from prefect.context import FlowRunContext, SettingsContext, SyncClientContext, get_settings_context
 from prefect.events.clients import PrefectEventsClient
 from prefect.events.worker import EventsWorker
-from prefect.states import Completed, Crashed, Failed, Pending, Running, State
+from prefect.states import Completed, Crashed, Failed, Pending, Running, State, to_state_create
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 
@@ -143,8 +143,20 @@ class PrefectRuns:
         return self._flows[name]
 
     def _create(self, flow: Flow[[], Any], name: str, shown: Mapping[str, Any]) -> Future[FlowRun]:
+        # Sent again because an answer was lost, it is the same flow run.
+        key = uuid4().hex
+
         def create(client: SyncPrefectClient) -> FlowRun:
-            return client.create_flow_run(flow, name=name, parameters=dict(shown), tags=self._tags, state=Pending())
+            about = FlowRunCreate(
+                flow_id=client.create_flow_from_name(flow.name),
+                name=name,
+                parameters=dict(shown),
+                tags=self._tags,
+                state=to_state_create(Pending()),
+                idempotency_key=key,
+            )
+            answer = client.request("POST", "/flow_runs/", json=about.model_dump(mode="json", exclude_unset=True))
+            return FlowRun.model_validate(answer.json())
 
         return self._courier.send(create)
 

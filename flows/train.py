@@ -166,7 +166,7 @@ def run_training(
         workers.group.log_to(run.root / "logs")
         keep_inputs(run, data.train, first_weights, workers.rewards.code_digest, progress.say)
         ending = stack.enter_context(state_is_kept(run, tracker, progress.say))
-        runner = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
+        runner = stack.enter_context(stage_runner(api, run.run_id, cfg.orchestration.tags, progress.say))
         describe(run, cfg, plan, data, tracker)
         # The server has been starting since this process began; only now is it needed.
         if api is not None and (problem := api.wait_ready(progress.say)):

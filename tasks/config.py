@@ -668,6 +668,8 @@ class OrchestrationConfig(Section):
     """Prefect server to use; null: `PREFECT_API_URL` if set, else one started for the runs in `storage.root`."""
     startup_timeout_s: float = Field(180.0, gt=0)
     """How long such a server may take to start."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run's flow runs in Prefect, beside `run:<id>`."""
 
 
 class RayConfig(Section):

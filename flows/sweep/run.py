@@ -143,7 +143,7 @@ class Loop:
             return str(error)
 
     def _config(self, number: int, values: dict[str, Any], seed: int) -> RunConfig:
-        return trial_config(self.sweep.spec, self.sweep.base, values, self.sweep.run_name(number, seed), seed)
+        return trial_config(self.sweep.spec, self.sweep.base, values, self.sweep.run_name(number, seed), seed, number)
 
     def _undone(self) -> bool:
         return not all(map(self.board.is_done, self.board.advances))

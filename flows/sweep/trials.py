@@ -16,7 +16,9 @@ from flows.sweep.spec import SweepSpec
 from tasks.config import RunConfig
 
 
-def trial_config(spec: SweepSpec, base: RunConfig, values: Mapping[str, Any], name: str, seed: int) -> RunConfig:
+def trial_config(
+    spec: SweepSpec, base: RunConfig, values: Mapping[str, Any], name: str, seed: int, trial: int | None = None
+) -> RunConfig:
     """The configuration of one run of a trial.
 
     Args:
@@ -25,6 +27,7 @@ def trial_config(spec: SweepSpec, base: RunConfig, values: Mapping[str, Any], na
         values: of the trial, by configuration key.
         name: of the run.
         seed: of the run.
+        trial: its number, for a run of the sweep; None: for one of its own.
 
     Raises:
         ConfigError: a value is none that its key takes.
@@ -35,7 +38,10 @@ def trial_config(spec: SweepSpec, base: RunConfig, values: Mapping[str, Any], na
     layers.put(spec.seed_key, seed, "the seeds of the sweep")
     layers.put("trainer.experiment_name", name, "the sweep")
     layers.put("trainer.default_local_dir", None, "the sweep")
-    layers.put("storage.reuse_from", [f"{siblings(spec, base)}"], "the sweep")
+    if trial is not None:
+        tags = [*base.orchestration.tags, f"sweep:{spec.name}", f"trial:{trial}", f"seed:{seed}"]
+        layers.put("orchestration.tags", tags, "the sweep")
+        layers.put("storage.reuse_from", [f"{siblings(spec, base)}"], "the sweep")
     cfg, problems = validated(layers)
     if cfg is None or problems:
         raise ConfigError(problems)
