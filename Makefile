@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM := .venv-vllm
 # One process per core, each test file in one of them; tests of several devices take turns (tests/conftest.py).
 SPREAD := -n auto --maxprocesses 4 --dist loadgroup
-export OMP_NUM_THREADS ?= 1
+test test-all test-vllm test-vllm-all: export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-all test-vllm test-vllm-all vllm-env lint format bench clean
 
