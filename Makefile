@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm
+# One process per core, each test file in one of them; tests of several devices take turns (tests/conftest.py).
+SPREAD := -n auto --maxprocesses 4 --dist loadgroup
+test test-all test-vllm test-vllm-all: export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-all test-vllm test-vllm-all vllm-env lint format bench clean
 
@@ -9,10 +12,10 @@ quickstart: .venv/installed
 	$(BIN)/grpoflow train quickstart
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+	$(BIN)/python -m pytest $(SPREAD) -m "not slow and not vllm"
 
 test-all: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not vllm"
+	$(BIN)/python -m pytest $(SPREAD) -m "not vllm"
 
 # With vLLM's CPU build, which has an environment of its own. Engines of several processes are left to test-vllm-all.
 test-vllm: .venv/installed-dev $(VLLM)/installed

@@ -31,7 +31,7 @@ from tasks.engines.vllm_engine import VllmEngine
 from tasks.workers.policy import PolicyWorker
 
 ROUNDS = 5
-BATCHES = ((32, 8, 24), (16, 8, 64), (60, 12, 64))
+BATCHES = ((32, 8, 24), (16, 8, 40), (60, 12, 40))
 """Prompts, samples of each, tokens of each response."""
 
 
@@ -75,7 +75,8 @@ def rates(
         for name, engine in engines.items():
             seeds = np.arange(len(group), dtype=np.int64) + number * 2**20
             seconds, responses = timed(lambda engine=engine, seeds=seeds: engine.generate(some, group, seeds, sampling))
-            assert responses.response_ids.lengths.sum() == count * n * tokens
+            made = int(responses.response_ids.lengths.sum())
+            assert made == count * n * tokens, f"{name} made {made} tokens, not {count * n * tokens}"
             # The first call warms caches up.
             times[name] += [seconds] if number else []
     made = count * n * tokens

@@ -22,7 +22,6 @@ from flows.recipes import prepare, recipe_file
 from flows.train import load_data, run_training
 from storage import open_run
 from tasks.config import RunConfig
-from tasks.workers.rank import Rank
 
 STEPS, ROUNDS, CALLS = 8, 2, 200
 WARM = 2
@@ -70,19 +69,14 @@ def trained(cfg: RunConfig, console: Console) -> list[dict[str, float]]:
     return [run.step(index).record["metrics"] for index in range(1 + WARM, STEPS + 1)]
 
 
-def nothing(rank: Rank) -> int:
-    """The least that a rank can be asked for."""
-    return rank.number
-
-
 def call_seconds(cfg: RunConfig) -> float:
-    """Median time of a rank task that does nothing, on two ranks."""
+    """Median time of asking two ranks for their policy's version."""
     data = load_data(cfg)
     with worker_group(cfg, plan_of(cfg, train_prompts=data.train.table.num_rows), data.tokenizer) as group:
         times = []
         for _ in range(CALLS):
             start = time.perf_counter()
-            group.run(nothing)
+            _ = group.policy_version
             times.append(time.perf_counter() - start)
     return median(times)
 
@@ -94,7 +88,7 @@ def report(seconds: dict[int, dict[str, list[float]]], call_s: float) -> None:
     for name in TIMERS:
         one, two = (median(seconds[ranks][name]) for ranks in (1, 2))
         print(f"| {name} | {one:.3f} | {two:.3f} | {one / two:.2f} x |")
-    print(f"\nA rank task that does nothing, on two ranks through Ray: {1000 * call_s:.1f} ms (median of {CALLS}).")
+    print(f"\nAsking two ranks through Ray for their policy's version: {1000 * call_s:.1f} ms (median of {CALLS}).")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,25 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 
+MACHINE_WIDE = (
+    "test_article_geometry",
+    "test_ends_with_ranks",
+    "test_mesh_checkpoints",
+    "test_mesh_worker",
+    "test_ray_runs",
+    "test_visible_devices",
+    "test_worker_group",
+)
+"""Files whose tests start many processes, and look for what those leave on the machine: one at a time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tell pytest-xdist which tests belong in one process: those of a file, and those of all files named above."""
+    for item in items:
+        name = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("machine-wide" if name in MACHINE_WIDE else name))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Make a random model's folder: `tiny_model("qwen3", vocab_size=50)`. The same arguments give the same folder."""
