@@ -31,12 +31,10 @@ MACHINE_WIDE = (
 """Files whose tests start many processes, and look for what those leave on the machine: one at a time."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell pytest-xdist, before it looks, which tests belong in one process: a file's, and those of all files above."""
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("machine-wide" if name in MACHINE_WIDE else name))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tell pytest-xdist which tests belong in one process: those of a file, and those of all files named above."""
+    name = item.path.stem
+    item.add_marker(pytest.mark.xdist_group("machine-wide" if name in MACHINE_WIDE else name))
 
 
 @pytest.fixture(scope="session")
