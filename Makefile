@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm
-# One process per core, each test file in one of them; tests of several devices take turns (tests/conftest.py).
-SPREAD := -n auto --maxprocesses 4 --dist loadgroup
+# One process per core, each test file in one of them; what wants the machine for itself comes after.
+SPREAD := -n auto --maxprocesses 4 --dist loadfile
 test test-all test-vllm test-vllm-all: export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-all test-vllm test-vllm-all vllm-env lint format bench clean
@@ -12,10 +12,12 @@ quickstart: .venv/installed
 	$(BIN)/grpoflow train quickstart
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest $(SPREAD) -m "not slow and not vllm"
+	$(BIN)/python -m pytest $(SPREAD) -m "not slow and not vllm and not alone"
+	$(BIN)/python -m pytest -m "alone and not slow and not vllm"
 
 test-all: .venv/installed-dev
-	$(BIN)/python -m pytest $(SPREAD) -m "not vllm"
+	$(BIN)/python -m pytest $(SPREAD) -m "not vllm and not alone"
+	$(BIN)/python -m pytest -m "alone and not vllm"
 
 # With vLLM's CPU build, which has an environment of its own. Engines of several processes are left to test-vllm-all.
 test-vllm: .venv/installed-dev $(VLLM)/installed

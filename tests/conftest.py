@@ -19,7 +19,7 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 
-MACHINE_WIDE = (
+ALONE = (
     "test_article_geometry",
     "test_ends_with_ranks",
     "test_mesh_checkpoints",
@@ -31,11 +31,10 @@ MACHINE_WIDE = (
 """Files whose tests start many processes, and look for what those leave on the machine: one at a time."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell pytest-xdist which tests belong in one process: those of a file, and those of all files named above."""
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("machine-wide" if name in MACHINE_WIDE else name))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of these files."""
+    if item.path.stem in ALONE:
+        item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(scope="session")
