@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flows.config import ConfigError
 from flows.sweep.board import Advance, Board, NewTrial, Result, Trial, Wait, next_decision, rungs
 from flows.sweep.space import grid, suggest
-from flows.sweep.spec import SweepSpec, load_sweep
+from flows.sweep.spec import Parameter, SweepSpec, load_sweep
 
 LR = "actor_rollout_ref.actor.optim.lr"
 N = "actor_rollout_ref.rollout.n"
@@ -34,7 +34,7 @@ def simulate(given_spec, total, value, order=None, killed=0.0, seed=0):
             limit = min(limit, len(grid(given_spec)))
         decision = next_decision(board, len(board.trials) < limit)
         if isinstance(decision, NewTrial):
-            seen = [(dict(board.trials[trial].values), found) for trial, found in decision.seen.items()]
+            seen = [(dict(board.trials[trial].values), place) for trial, place in decision.seen.items()]
             values = suggest(given_spec, len(board.trials), seen)
             board.trials.append(Trial(len(board.trials), values))
             decision = Advance(len(board.advances), len(board.trials) - 1, decision.until)
@@ -81,6 +81,35 @@ def test_a_suggestion_depends_on_the_file_the_number_and_what_it_saw_alone(kind)
     assert suggest(the_spec, 7, seen) != suggest(the_spec, 8, seen)
     found = suggest(the_spec, 7, seen)
     assert 1e-5 <= found[LR] <= 1e-1 and found[N] in range(2, 17)
+
+
+@pytest.mark.parametrize("kind", ["random", "tpe"])
+def test_what_was_tried_is_not_suggested_again_while_there_is_something_else(kind):
+    the_spec = spec(
+        space={N: {"choice": [2, 4, 8]}, KL: {"choice": [False, True]}},
+        sampler={"kind": kind, "startup_trials": 1},
+    )
+    tried = []
+    for number in range(6):
+        seen = [(values, place) for place, values in enumerate(tried)]
+        tried.append(suggest(the_spec, number, seen, tried))
+    assert len({repr(values) for values in tried}) == 6
+    assert suggest(the_spec, 6, [], tried) in tried
+
+
+def test_tpe_takes_numbers_in_a_choice_that_go_up_or_down_for_neighbours():
+    kinds = {"up": [1e-4, 1e-3, 1], "down": [8, 4, 2], "mixed": [1, 3, 2], "truths": [False, True], "words": ["a", "b"]}
+    found = {name: Parameter(choice=tuple(values)).is_ordered for name, values in kinds.items()}
+    assert found == {"up": True, "down": True, "mixed": False, "truths": False, "words": False}
+
+
+def test_a_trial_that_got_further_is_a_better_one_and_at_the_same_step_its_value_decides():
+    the_spec = spec(pruning={"kind": "asha", "min_steps": 1, "reduction": 3}, objective={"metric": "m", "mode": "min"})
+    board = Board(the_spec, 3, [Trial(number, {LR: 0.1 * number}) for number in range(4)])
+    board.advances = [Advance(number, number, 1) for number in range(4)] + [Advance(4, 1, 3)]
+    worth = [3.0, 1.0, 2.0, None, 9.0]
+    board.results = {(index, 0): Result(value) for index, value in enumerate(worth)}
+    assert next_decision(board, True).seen == {0: 0, 2: 1, 1: 2}
 
 
 def test_any_value_can_be_chosen_lists_and_null_included():
@@ -168,7 +197,7 @@ def test_a_decision_waits_for_all_but_the_last_that_may_be_under_way():
     board.results[1, 0] = Result(1.0)
     assert isinstance(next_decision(board, True), Wait)
     board.results[0, 0] = Result(2.0)
-    assert next_decision(board, True) == NewTrial(10, {0: 2.0})
+    assert next_decision(board, True) == NewTrial(10, {0: 0})
 
 
 @pytest.mark.parametrize(

@@ -124,11 +124,11 @@ class NewTrial:
 
     Attributes:
         until: the step.
-        seen: objective of each trial that its choice may learn from, by number.
+        seen: place of each trial that its choice may learn from, by number; the best one is highest.
     """
 
     until: int
-    seen: Mapping[int, float]
+    seen: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _decide(board: Board, seen: Sequence[Advance], more_trials: bool) -> Advance
     advance = going_on(board, seen, steps)
     if advance is not None:
         return advance
-    return NewTrial(steps[0], _learned(board, seen, steps)) if more_trials else None
+    return NewTrial(steps[0], _ranks(board, seen)) if more_trials else None
 
 
 def _is_paid_for(board: Board, decision: Advance | NewTrial) -> bool:
@@ -219,14 +219,13 @@ def _above_the_median(board: Board, seen: Sequence[Advance], steps: Sequence[int
     return None
 
 
-def _learned(board: Board, seen: Sequence[Advance], steps: Sequence[int]) -> dict[int, float]:
-    """Results that a new trial learns from: of the highest rung that enough trials have reached, where all are equal in
-    steps (BOHB, arXiv 1807.01774, section 3)."""
-    enough = board.spec.sampler.startup_trials
-    found: dict[int, float] = {}
-    for step in reversed(steps):
-        values = {one.trial: board.value(one) for one in seen if one.until == step}
-        found = {trial: value for trial, value in values.items() if value is not None}
-        if len(found) >= enough:
-            break
-    return found
+def _ranks(board: Board, seen: Sequence[Advance]) -> dict[int, int]:
+    """What a new trial learns from: the place of each trial that has a value, the best one highest.
+
+    A trial that was trained further is better than one that was not, for that is why it was; at the same step the
+    objective decides. So all trials count, and values are compared at equal steps alone.
+    """
+    newest = {advance.trial: advance for advance in seen if board.value(advance) is not None}
+    sign = 1 if board.spec.objective.mode == "max" else -1
+    worth = {trial: (advance.until, sign * (board.value(advance) or 0.0), -trial) for trial, advance in newest.items()}
+    return {trial: place for place, trial in enumerate(sorted(worth, key=lambda trial: worth[trial]))}

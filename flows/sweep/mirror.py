@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from flows.sweep.book import Sweep, open_sweep
 from flows.sweep.space import direction, distribution, optuna_value, silent
 from flows.sweep.table import Row, rows
+from storage import Run
 from storage.durable import read_json_lines
 
 if TYPE_CHECKING:
@@ -129,14 +130,25 @@ def _end(study: optuna.Study, trial: optuna.Trial, row: Row, over: bool) -> None
 
 
 def to_mlflow(sweep: Sweep) -> None:
-    """Make the sweep's parent run, and hang the trials' runs below it with their tags."""
+    """Make the sweep's parent run, and hang the trials' runs below it with their tags.
+
+    What MLflow has missed of runs that are over is brought there first: nothing else would come back to them.
+
+    Raises:
+        ConnectionError: MLflow is away.
+    """
     if not sweep.base.tracking.enabled:
         return
     from flows.mlflow_sender import FamilyMember, tell_family
+    from flows.tracking import deliver_pending
 
     root = Path(sweep.base.storage.root)
     uri = sweep.base.tracking.uri or f"sqlite:///{root / 'mlflow.db'}"
     found = rows(sweep)
+    over = sweep.told_state != "running"
+    for run in (run for row in found if over or row.state in ("done", "failed") for run in _runs(sweep, row).values()):
+        if run.owner() is None and (problem := deliver_pending(run).problem):
+            raise ConnectionError(problem)
     members = [member for row in found for member in _members(sweep, row, FamilyMember)]
     best = next((row for row in found if row.value is not None), None)
     tags = {
@@ -165,9 +177,8 @@ def to_mlflow(sweep: Sweep) -> None:
 def _members(sweep: Sweep, row: Row, member: Any) -> list[Any]:
     """The runs of a trial that MLflow has, with what the sweep says of them."""
     found = []
-    for seed in sweep.spec.seeds if row.state not in ("refused", "same") else ():
-        run = sweep.run(row.trial, seed)
-        lines = read_json_lines(run.root / "tracking.jsonl") if run is not None else []
+    for seed, run in _runs(sweep, row).items():
+        lines = read_json_lines(run.root / "tracking.jsonl")
         ids = [line["mlflow_run"] for line in lines if "mlflow_run" in line]
         tags = {
             "grpoflow.sweep": sweep.sweep_id,
@@ -178,3 +189,9 @@ def _members(sweep: Sweep, row: Row, member: Any) -> list[Any]:
         }
         found += [member(ids[-1], tags)] if ids else []
     return found
+
+
+def _runs(sweep: Sweep, row: Row) -> dict[int, Run]:
+    """The runs of a trial that have begun, by seed."""
+    seeds = sweep.spec.seeds if row.state not in ("refused", "same") else ()
+    return {seed: run for seed in seeds if (run := sweep.run(row.trial, seed)) is not None}

@@ -124,8 +124,8 @@ class Loop:
 
     def _new_trial(self, number: int, decision: NewTrial) -> bool:
         """Choose the values of a trial and write them down; whether it is to be trained."""
-        seen = [(dict(self.board.trials[trial].values), value) for trial, value in decision.seen.items()]
-        values = suggest(self.sweep.spec, number, seen)
+        seen = [(dict(self.board.trials[trial].values), place) for trial, place in decision.seen.items()]
+        values = suggest(self.sweep.spec, number, seen, [trial.values for trial in self.board.trials])
         assert values is not None, "a grid was asked for no more than it has"
         same_as = next((trial.number for trial in self.board.trials if dict(trial.values) == values), None)
         refused = self._refused(number, values) if same_as is None else None

@@ -52,46 +52,64 @@ def is_active(parameter: Parameter, values: Mapping[str, Any]) -> bool:
     )
 
 
-def suggest(spec: SweepSpec, number: int, seen: Sequence[tuple[Values, float]]) -> Values | None:
+def suggest(
+    spec: SweepSpec, number: int, seen: Sequence[tuple[Values, int]], tried: Sequence[Mapping[str, Any]] = ()
+) -> Values | None:
     """Values of a trial; None: a grid has no further ones.
 
     Args:
         spec: the sweep.
         number: of the trial, from 0.
-        seen: values and objective of the trials that it may learn from.
+        seen: values and place of the trials that it may learn from; the best one has the highest place.
+        tried: values of all earlier trials, which are not suggested again while there are others to be found.
     """
     if spec.sampler.kind == "grid":
         points = grid(spec)
         return points[number] if number < len(points) else None
-    return _asked(spec, number, seen)
+    return _asked(spec, number, seen, {repr(dict(values)) for values in tried})
 
 
-def _asked(spec: SweepSpec, number: int, seen: Sequence[tuple[Values, float]]) -> Values:
+ASKS = 16
+"""How often a sampler is asked for values that were not tried before: where it is sure of the best, tpe repeats it."""
+
+
+def _asked(spec: SweepSpec, number: int, seen: Sequence[tuple[Values, int]], tried: set[str]) -> Values:
     import optuna
     from numpy.random import SeedSequence
 
     seed = int(SeedSequence([spec.sampler.seed & 0xFFFFFFFF, number]).generate_state(1)[0])
-    sampler: optuna.samplers.BaseSampler
-    if spec.sampler.kind == "random":
-        sampler = optuna.samplers.RandomSampler(seed=seed)
-    else:
-        sampler = optuna.samplers.TPESampler(n_startup_trials=spec.sampler.startup_trials, seed=seed)
+    at_random = optuna.samplers.RandomSampler(seed=seed)
+    tpe = optuna.samplers.TPESampler(n_startup_trials=spec.sampler.startup_trials, seed=seed)
     with silent():
-        study = optuna.create_study(direction=direction(spec), sampler=sampler)
-        for values, objective in seen:
-            study.add_trial(as_optuna(spec, values, objective))
-        trial = study.ask()
-        found: Values = {}
-        for key, parameter in spec.space.items():
-            if is_active(parameter, found):
-                found[key] = _one(trial, key, parameter)
+        study = optuna.create_study(direction="maximize")
+        for values, place in seen:
+            study.add_trial(as_optuna(spec, values, place))
+        first: Values | None = None
+        for sampler in (*([tpe] * ASKS if spec.sampler.kind == "tpe" else []), *[at_random] * ASKS):
+            study.sampler = sampler
+            found = _from(study, spec)
+            first = found if first is None else first
+            if repr(found) not in tried:
+                return found
+    assert first is not None
+    return first
+
+
+def _from(study: optuna.Study, spec: SweepSpec) -> Values:
+    trial = study.ask()
+    found: Values = {}
+    for key, parameter in spec.space.items():
+        if is_active(parameter, found):
+            found[key] = _one(trial, key, parameter)
     return found
 
 
 def _one(trial: optuna.Trial, key: str, parameter: Parameter) -> Any:
     if parameter.choice is not None:
         # Optuna takes plain scalars alone; a place in the list stands for any value.
-        return parameter.choice[trial.suggest_categorical(key, list(range(len(parameter.choice))))]
+        last = len(parameter.choice) - 1
+        place = trial.suggest_int(key, 0, last) if parameter.is_ordered else None
+        return parameter.choice[trial.suggest_categorical(key, list(range(last + 1))) if place is None else place]
     low, high = parameter.range
     if parameter.is_whole:
         return trial.suggest_int(key, int(low), int(high), step=int(parameter.step or 1), log=parameter.is_log)
@@ -125,7 +143,10 @@ def distribution(parameter: Parameter) -> optuna.distributions.BaseDistribution:
     import optuna
 
     if parameter.choice is not None:
-        return optuna.distributions.CategoricalDistribution(list(range(len(parameter.choice))))
+        last = len(parameter.choice) - 1
+        if parameter.is_ordered:
+            return optuna.distributions.IntDistribution(0, last)
+        return optuna.distributions.CategoricalDistribution(list(range(last + 1)))
     low, high = parameter.range
     if parameter.is_whole:
         step = int(parameter.step or 1)

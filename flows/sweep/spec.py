@@ -12,11 +12,13 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from flows.config import ConfigError, ConfigProblem, all_keys, key_answer, load_config
 from flows.config_layers import LayerError, read_yaml
 from flows.recipes import recipe_file
-from tasks.config import RunConfig, Section
+from tasks.config import Address, RunConfig, Section
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Bounds = tuple[Number, Number]
 WholeBounds = tuple[int, int]
+Integer = int
+"""Where `int` names a field."""
 OWN_KEYS = (
     "trainer.experiment_name",
     "trainer.project_name",
@@ -70,6 +72,14 @@ class Parameter(Section):
     def range(self) -> tuple[float, float]:
         """Lowest and highest value of what is no choice."""
         return next(value for kind in RANGES if (value := getattr(self, kind)) is not None)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether it is a choice of numbers that go up or down, so that neighbours in the list are alike."""
+        values = list(self.choice or ())
+        if not all(type(value) in (Integer, float) for value in values):
+            return False
+        return sorted(values) in (values, values[::-1])
 
     @property
     def is_log(self) -> bool:
@@ -174,7 +184,7 @@ class SweepSpec(Section):
     """Processor threads of each run; null: the machine's cores shared out."""
     parallel_trials: int | None = Field(None, ge=1)
     """Trials under way at once: the next one is chosen without their results. null: as many as fill the slots."""
-    optuna_storage: str | None = None
+    optuna_storage: Address | None = None
     """Database URL of the Optuna study, such as `postgresql+psycopg2://…`; null: a journal in the sweep's folder."""
 
     @field_validator("seeds")
