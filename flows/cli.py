@@ -13,6 +13,8 @@ from typing import Annotated
 import typer
 
 from flows.audit.commands import audit
+from flows.schedules.commands import schedules_app
+from flows.sweep.commands import sweep
 
 app = typer.Typer(
     name="grpoflow",
@@ -28,15 +30,21 @@ Words = Annotated[
     typer.Argument(help="Recipe names or YAML files, in layers, then key.path=value overrides.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Until = Annotated[
+    int | None,
+    typer.Option(
+        min=0, metavar="STEP", help="Pause after this step of the whole run's plan; the same command goes on."
+    ),
+]
 
 
 @app.command()
-def train(words: Words = None) -> None:
+def train(words: Words = None, until: Until = None) -> None:
     """Train: plan, then run every step as a flow of committed stages. Run again to go on after a kill."""
     from flows.train import train_command
 
     files, overrides = _split(words)
-    raise typer.Exit(train_command(files, overrides))
+    raise typer.Exit(train_command(files, overrides, until))
 
 
 @app.command()
@@ -49,11 +57,12 @@ def resume(
     from_stage: Annotated[
         str | None, typer.Option(help="Of that step, keep what is made before this stage, such as advantages.")
     ] = None,
+    until: Until = None,
 ) -> None:
     """Go on with a run under its own configuration, or go back to an earlier step in a new lineage."""
     from flows.resume import resume_command
 
-    raise typer.Exit(resume_command(run, words or [], from_step, from_stage))
+    raise typer.Exit(resume_command(run, words or [], from_step, from_stage, until))
 
 
 @app.command()
@@ -112,6 +121,30 @@ def plan(
             explain=explain,
             train_prompts=train_prompts,
             device_memory_gb=device_memory_gb,
+        )
+    )
+
+
+@app.command()
+def preflight(
+    words: Words = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="How many prompts, of the first epoch's order; 256 or all by default.")
+    ] = None,
+    pass_score: Annotated[float, typer.Option(help="A response passes from this score on.")] = 1.0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the kept rows of the data here, as parquet.")
+    ] = None,
+    keep: Annotated[str, typer.Option(help="Lowest and highest pass rate of rows that are kept.")] = "0.05..0.95",
+    as_json: Json = False,
+) -> None:
+    """Sample and score prompts with the first policy: how many would teach, and about what a run costs. No training."""
+    from flows.preflight import preflight_command
+
+    files, overrides = _split(words)
+    raise typer.Exit(
+        preflight_command(
+            files, overrides, prompts=prompts, pass_score=pass_score, output=output, keep=keep, as_json=as_json
         )
     )
 
@@ -235,6 +268,8 @@ def recipes() -> None:
 
 
 app.add_typer(audit)
+app.add_typer(schedules_app)
+app.add_typer(sweep, name="sweep")
 
 
 def main() -> None:
@@ -275,3 +310,7 @@ def _split(words: list[str] | None) -> tuple[list[Path], list[str]]:
     overrides = [word for word in words or [] if "=" in word or word.startswith("~")]
     files = [recipe_file(word) for word in words or [] if word not in overrides]
     return files, overrides
+
+
+if __name__ == "__main__":
+    main()

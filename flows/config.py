@@ -9,6 +9,7 @@ import ast
 import difflib
 import inspect
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -122,7 +123,9 @@ def validated(layers: Layers) -> tuple[RunConfig | None, list[ConfigProblem]]:
 def _problem(layers: Layers, key: str, message: str) -> ConfigProblem:
     parts = key.split(".")
     candidates = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return ConfigProblem(key, message, next((layers.sources[one] for one in candidates if one in layers.sources), ""))
+    source = next((layers.sources[one] for one in candidates if one in layers.sources), "")
+    # Without the user information of an address, which may be a secret.
+    return ConfigProblem(key, message, re.sub(r"(?<=//)[^/?#\s]*@", "***@", source))
 
 
 def _value_of(key: str, values: Mapping[str, Any], defaults: RunConfig) -> Any:
@@ -262,6 +265,9 @@ def _of_validation(error: ValidationError, layers: Layers) -> Iterator[ConfigPro
             yield _problem(layers, key, f"{inside}: {one['msg']}, got {one['input']!r}".removeprefix(": "))
         elif one["type"] == "extra_forbidden":
             yield _problem(layers, key, f"unknown key {inside}.")
+        elif one["type"] == "value_error":
+            # Our own reason, which is said without the value: it may be a secret.
+            yield _problem(layers, key, str(one["ctx"]["error"]))
         else:
             yield _problem(layers, key, _expected(key, one["input"], info))
 

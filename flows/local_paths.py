@@ -33,7 +33,11 @@ def with_absolute_paths(cfg: RunConfig) -> RunConfig:
         "custom_reward_function": _updated(cfg.custom_reward_function, path=_absolute(cfg.custom_reward_function.path)),
         "reward": _updated(cfg.reward, functions=functions),
         "trainer": _updated(trainer, default_local_dir=_absolute(trainer.default_local_dir)),
-        "storage": _updated(cfg.storage, root=_absolute(cfg.storage.root)),
+        "storage": _updated(
+            cfg.storage,
+            root=_absolute(cfg.storage.root),
+            reuse_from=tuple(map(_absolute, cfg.storage.reuse_from)),
+        ),
     }
     return _updated(cfg, **sections)
 

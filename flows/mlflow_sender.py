@@ -32,6 +32,9 @@ PARAMS_PER_CALL = 100
 PARAM_CHARACTERS = 500
 NAME_CHARACTERS = 250
 
+STATE_TAG = "grpoflow.state"
+"""Tag with the run's state in our own words: MLflow has none for a paused run."""
+_STATE_OF = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed", "SCHEDULED": "paused"}
 LATE_DOCUMENTS = ("report.html",)
 """Texts in a run's folder that are made when it ends."""
 
@@ -115,6 +118,7 @@ class Sender:
         """Give the run its last state and end time."""
         client, run_id = self._connected()
         client.set_terminated(run_id, state, ended_ms)
+        client.set_tag(run_id, STATE_TAG, _STATE_OF[state])
         self._note(closed=state)
 
     def send_rest(self, state: str, ended_ms: int) -> None:
@@ -178,6 +182,7 @@ class Sender:
             running = False
         if self._closed or not running:
             client.update_run(run_id, status="RUNNING")
+        client.set_tag(run_id, STATE_TAG, "running")
         self._died_ms = None
 
     def _known_run(self, client: MlflowClient) -> str | None:
@@ -194,7 +199,7 @@ class Sender:
 
     def _new_run(self, client: MlflowClient) -> str:
         """The run in the store, made if it is not there: a process that died before it noted it may have made it."""
-        experiment = self._experiment(client)
+        experiment = experiment_id(client, self._story["experiment"], self._story["artifacts"])
         ours = f"tags.`grpoflow.run_id` = '{_id_of_history(self._run)}'"
         found = client.search_runs([experiment], ours, max_results=1)
         if found:
@@ -211,21 +216,6 @@ class Sender:
             run_id = made.info.run_id
         self._note(mlflow_run=run_id, experiment_id=experiment, uri=self.uri)
         return run_id
-
-    def _experiment(self, client: MlflowClient) -> str:
-        """Id of the experiment; of several processes that make it at once, one does and the others use it."""
-        name = self._story["experiment"]
-        found = client.get_experiment_by_name(name)
-        if found is None:
-            try:
-                return client.create_experiment(name, artifact_location=self._story["artifacts"])
-            except Exception as error:
-                found = client.get_experiment_by_name(name)
-                if found is None:
-                    raise error
-        if found.lifecycle_stage != "active":
-            raise RuntimeError(f"experiment {name!r} is deleted; restore it or set another trainer.project_name")
-        return found.experiment_id
 
     def _tell(self, client: MlflowClient, run_id: str) -> None:
         """Send parameters, documents and data sets, once."""
@@ -387,6 +377,89 @@ def stored_history(run: Run, uri: str) -> Iterator[History]:
 
 
 # --------------------------------------------------------------------------------------------------- MLflow's rules
+
+
+@dataclass(frozen=True)
+class FamilyMember:
+    """A run below a parent run in MLflow.
+
+    Attributes:
+        mlflow_run_id: its id there.
+        tags: what the parent's owner says of it.
+    """
+
+    mlflow_run_id: str
+    tags: dict[str, str]
+
+
+def tell_family(
+    uri: str,
+    *,
+    experiment: str,
+    artifacts: str | None,
+    name: str,
+    own_tag: tuple[str, str],
+    tags: dict[str, str],
+    params: dict[str, str],
+    metrics: dict[str, float],
+    state: str,
+    members: Sequence[FamilyMember],
+) -> str:
+    """Make a parent run, or find it by its tag, bring it up to date, and hang runs below it; return its id.
+
+    Telling it again changes nothing but what has changed.
+
+    Args:
+        uri: of the store.
+        experiment: name of the experiment of all of them.
+        artifacts: where artifacts of a new experiment go; None: where the store wants them.
+        name: of the parent.
+        own_tag: the tag by which it is found.
+        tags: its other tags.
+        params: its parameters; one that is there stays.
+        metrics: its metrics; a value is sent where it differs from the last one.
+        state: MLflow's word for its state.
+        members: the runs below it.
+    """
+    client = _client(uri)
+    place = experiment_id(client, experiment, artifacts)
+    found = client.search_runs([place], f"tags.`{own_tag[0]}` = '{own_tag[1]}' AND tags.`grpoflow.kind` = 'sweep'")
+    made = (
+        found[0] if found else client.create_run(place, None, {own_tag[0]: own_tag[1], "grpoflow.kind": "sweep"}, name)
+    )
+    run_id: str = made.info.run_id
+    for key, value in tags.items():
+        if made.data.tags.get(key) != value:
+            client.set_tag(run_id, key, value)
+    for key, value in params.items():
+        if legal_name(key) not in made.data.params:
+            client.log_param(run_id, legal_name(key), short_value(value))
+    for key, number in metrics.items():
+        if made.data.metrics.get(key) != number:
+            client.log_metric(run_id, key, number)
+    for member in members:
+        known = client.get_run(member.mlflow_run_id).data.tags
+        for key, value in {**member.tags, "mlflow.parentRunId": run_id}.items():
+            if known.get(key) != value:
+                client.set_tag(member.mlflow_run_id, key, value)
+    if made.info.status != state:
+        client.update_run(run_id, status="RUNNING") if state == "RUNNING" else client.set_terminated(run_id, state)
+    return run_id
+
+
+def experiment_id(client: MlflowClient, name: str, artifacts: str | None) -> str:
+    """Id of an experiment; of several processes that make it at once, one does and the others use it."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name, artifact_location=artifacts)
+        except Exception as error:
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise error
+    if found.lifecycle_stage != "active":
+        raise RuntimeError(f"experiment {name!r} is deleted; restore it or set another trainer.project_name")
+    return found.experiment_id
 
 
 def _id_of_history(run: Run) -> str:

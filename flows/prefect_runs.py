@@ -21,19 +21,19 @@ from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from prefect import Flow, Task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import ArtifactCreate
+from prefect.client.schemas.actions import ArtifactCreate, FlowRunCreate
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
 from prefect.context import FlowRunContext, SettingsContext, SyncClientContext, get_settings_context
 from prefect.events.clients import PrefectEventsClient
 from prefect.events.worker import EventsWorker
-from prefect.states import Completed, Crashed, Failed, Pending, Running, State
+from prefect.states import Completed, Crashed, Failed, Pending, Running, State, to_state_create
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import quote
 
@@ -62,7 +62,7 @@ class PrefectRuns:
         self._courier = Courier(api, say)
         self._client = _LocalClient(api.url, self._courier)
         self._context = contextvars.Context()
-        self._flows: dict[str, Flow[[], None]] = {}
+        self._flows: dict[str, Flow[[], Any]] = {}
         self._spare: tuple[str, Future[FlowRun]] | None = None
         self._logs = LogHandler(self._courier)
         self._api_url = api.url
@@ -129,7 +129,7 @@ class PrefectRuns:
         clients.client = self._client
         clients.__enter__()
 
-    def _flow_of(self, function: Callable[..., Any]) -> Flow[[], None]:
+    def _flow_of(self, function: Callable[..., Any]) -> Flow[[], Any]:
         name = function.__name__
         if name not in self._flows:
             self._flows[name] = Flow(
@@ -142,9 +142,21 @@ class PrefectRuns:
             )
         return self._flows[name]
 
-    def _create(self, flow: Flow[[], None], name: str, shown: Mapping[str, Any]) -> Future[FlowRun]:
+    def _create(self, flow: Flow[[], Any], name: str, shown: Mapping[str, Any]) -> Future[FlowRun]:
+        # Sent again because an answer was lost, it is the same flow run.
+        key = uuid4().hex
+
         def create(client: SyncPrefectClient) -> FlowRun:
-            return client.create_flow_run(flow, name=name, parameters=dict(shown), tags=self._tags, state=Pending())
+            about = FlowRunCreate(
+                flow_id=client.create_flow_from_name(flow.name),
+                name=name,
+                parameters=dict(shown),
+                tags=self._tags,
+                state=to_state_create(Pending()),
+                idempotency_key=key,
+            )
+            answer = client.request("POST", "/flow_runs/", json=about.model_dump(mode="json", exclude_unset=True))
+            return FlowRun.model_validate(answer.json())
 
         return self._courier.send(create)
 
@@ -177,7 +189,7 @@ class PrefectRuns:
             created, self._spare = self._spare[1], None
             self._courier.send(lambda client: client.delete_flow_run(created.result(0).id))
 
-    def _run_engine(self, flow: Flow[[], None], flow_run: FlowRun, call: _Call[Any]) -> None:
+    def _run_engine(self, flow: Flow[[], Any], flow_run: FlowRun, call: _Call[Any]) -> None:
         def run() -> None:
             _current_call.set(call)
             with self._client.holding(flow_run):
@@ -197,7 +209,10 @@ class PrefectRuns:
 
         tell(Running(message="Run without task runs, while the Prefect API did not answer."))
         call.run_plainly()
-        tell(Completed() if call.error is None else Failed(message=f"{type(call.error).__name__}: {call.error}"))
+        if call.error is not None:
+            tell(Failed(message=f"{type(call.error).__name__}: {call.error}"))
+        else:
+            tell(call.end or Completed())
 
     def _close_dead_runs(self, client: SyncPrefectClient) -> None:
         """Close what processes left open that died: of this run, whose lock we hold, and of runs whose lock is free."""
@@ -241,10 +256,17 @@ class _Call(Generic[R]):
         self.started = False
         self.error: BaseException | None = None
 
-    def run(self) -> None:
-        """Run as the body of a flow run."""
+    def run(self) -> State[Any] | None:
+        """Run as the body of a flow run, and return its last state; None: as usual."""
         with self._callers_sigterm():
             self._run(_PrefectStages())
+        return self.end
+
+    @property
+    def end(self) -> State[Any] | None:
+        """The state of a flow that says in its result's `paused` that it is to go on; None: of every other one."""
+        paused = getattr(self._value, "paused", None)
+        return Completed(name="Paused", message=f"{paused}; to go on, run it again") if paused else None
 
     def run_plainly(self) -> None:
         """Run without Prefect; an error is kept, not raised."""
@@ -285,8 +307,8 @@ class _Call(Generic[R]):
 _current_call: contextvars.ContextVar[_Call[Any]] = contextvars.ContextVar("grpoflow_call")
 
 
-def _run_current_call() -> None:
-    _current_call.get().run()
+def _run_current_call() -> State[Any] | None:
+    return _current_call.get().run()
 
 
 class _PrefectStages:

@@ -20,6 +20,14 @@ _STAGE_TIMERS = {
     "adv": "adv",
     "update": "update_actor",
 }
+_ARTIFACTS = {
+    "gen": "rollouts",
+    "old": "old_log_probs",
+    "ref": "ref_log_probs",
+    "reward": "rewards",
+    "adv": "advantages",
+}
+"""What each stage makes, which may be taken over from another run."""
 
 
 class RunConsole(Console):
@@ -92,6 +100,8 @@ def step_line(step: int, total: int, metrics: Mapping[str, float | None]) -> str
         for short, timer in _STAGE_TIMERS.items()
         if f"timing_s/{timer}" in metrics
     ]
+    taken = [short for short, artifact in _ARTIFACTS.items() if f"reused/{artifact}" in metrics]
+    stages = [f"{'+'.join(taken)} reused"] * bool(taken) + stages
     kl = "actor/kl_loss" if "actor/kl_loss" in metrics else "actor/ppo_kl"
     return (
         f"step {step:>{len(str(total))}}/{total} | score {number('critic/score/mean')} | "

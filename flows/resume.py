@@ -15,7 +15,7 @@ from flows.config import load_config
 from flows.local_paths import with_absolute_paths
 from flows.plan_view import plan_of
 from flows.recover import last_finished_step, newest_checkpoint, planned_steps, rebuild
-from flows.run_folder import GoBack, config_of, first_weights_digest, run_folder
+from flows.run_folder import PREFLIGHT, GoBack, config_of, first_weights_digest, run_folder
 from flows.support import refuse_unbuilt
 from flows.train import checked, train_and_tell
 from storage import Run, RunWriter, StorageError, open_run
@@ -32,11 +32,22 @@ if TYPE_CHECKING:
 _STEP = re.compile(r"(?P<path>.+)@(?P<step>[0-9]+)")
 
 
-def resume_command(path: Path, overrides: Sequence[str], from_step: int | None, from_stage: str | None) -> int:
-    """Go on with a run under its own configuration, or from an earlier step in a new lineage; return the exit code."""
+def resume_command(
+    path: Path, overrides: Sequence[str], from_step: int | None, from_stage: str | None, until: int | None = None
+) -> int:
+    """Go on with a run under its own configuration, or from an earlier step in a new lineage; return the exit code.
+
+    Args:
+        path: the run's folder.
+        overrides: of its configuration, as `key=value`.
+        from_step: first step that is made anew; None: go on where it stopped.
+        from_stage: first stage of that step that is made anew; None: all.
+        until: pause after this step; None: train to the end of the plan.
+    """
     if from_stage is not None and from_step is None:
         raise ValueError("--from-stage needs --from-step: which step's stage?")
     run = open_run(path)
+    refuse_preflight(run)
     # The folder is put in last, as a value: in an override its name would be read as YAML.
     base = _with_trainer(config_of(run, run.lineage), default_local_dir=None, resume_mode="auto")
     cfg = load_config([], overrides, base=base)
@@ -47,7 +58,20 @@ def resume_command(path: Path, overrides: Sequence[str], from_step: int | None, 
         )
     if run_folder(with_absolute_paths(cfg)) != run.root:
         cfg = _with_trainer(cfg, default_local_dir=str(run.root))
-    return train_and_tell(cfg, back=None if from_step is None else GoBack(from_step, from_stage))
+    return train_and_tell(cfg, back=None if from_step is None else GoBack(from_step, from_stage), until=until)
+
+
+def refuse_preflight(run: Run) -> None:
+    """Refuse to take a preflight for a run with policies of its own.
+
+    Raises:
+        StorageError: it is one.
+    """
+    if (run.root / PREFLIGHT).exists():
+        raise StorageError(
+            f"{run.root} is a preflight: rollouts and rewards of the first policy, and no other. Train with `grpoflow "
+            "train`; `grpoflow preflight` with the same words goes on with a preflight."
+        )
 
 
 def _with_trainer(cfg: RunConfig, **values: object) -> RunConfig:
@@ -136,6 +160,7 @@ def parse_source(source: str) -> tuple[Run, int]:
         run, wanted = open_run(source), None
     else:
         run, wanted = open_run(match["path"]), int(match["step"])
+    refuse_preflight(run)
     last = last_finished_step(run)
     step = last if wanted is None else wanted
     if not 0 <= step <= last:

@@ -32,6 +32,10 @@ def run_folder(cfg: RunConfig) -> Path:
     return Path(cfg.storage.root) / trainer.project_name / trainer.experiment_name
 
 
+PREFLIGHT = "preflight.json"
+"""What a preflight has found, in its folder: no run that trains has such a file."""
+
+
 @dataclass(frozen=True)
 class GoBack:
     """Where a run is to be taken up again.
@@ -92,6 +96,7 @@ def open_run_for_training(
         )
     run.config_digest = sha256_json(cfg.model_dump(mode="json"))
     run.compression = cfg.storage.compression
+    run.donors = cfg.storage.reuse_from
     return run
 
 

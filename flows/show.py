@@ -18,6 +18,7 @@ from rich.text import Text
 from storage import Run, StorageError, open_run
 from storage.checkpoints import checkpoints
 from storage.ledger import STAGES, StepView, list_runs
+from storage.reuse import REUSED, reused
 from storage.schema import SCHEMAS, without_round
 
 _STEP_OF_SAMPLE = re.compile(r"^(?:val-)?(\d{6})-\d{4}-\d{3}$")
@@ -81,6 +82,7 @@ def status(path: Path, as_json: bool, console: Console) -> None:
         {"number": one.number, "parent": one.parent, "step": one.step, "stage": one.stage}
         for one in run.lineages.values()
     ]
+    summary["reused"] = {str(step): found for step in run.steps() if (found := reused(run.step(step)))}
     summary["events"] = run.events()[-5:]
     if as_json:
         console.out(json.dumps(summary))
@@ -99,6 +101,9 @@ def status(path: Path, as_json: bool, console: Console) -> None:
         console.print(f"step {found['step']} is open; committed: {', '.join(found['committed']) or 'nothing yet'}")
         for sentence in found["told"]:
             console.print(Text(f"  {sentence}"), soft_wrap=True)
+    for step, found in summary["reused"].items():
+        donors = sorted({about["run_id"] for about in found.values()})
+        console.print(Text(f"step {step}: {', '.join(found)} reused from {', '.join(donors)}"), soft_wrap=True)
     for event in summary["events"]:
         console.print(Text(_event_in_words(event), style="dim"), soft_wrap=True)
 
@@ -185,10 +190,13 @@ def _show_step(view: StepView, as_json: bool, console: Console) -> None:
             f"{manifest.rows:,}",
             "" if tokens is None else f"{tokens:,}",
             f"{manifest.bytes:,}",
-            f"{manifest.seconds:.3f}",
+            "reused" if REUSED in manifest.notes else f"{manifest.seconds:.3f}",
             manifest.digest[:12],
         )
     console.print(table)
+    for stage, about in reused(view).items():
+        told = f"{stage}: reused from {about['run_id']}, where it took {about['seconds']:.3f} s"
+        console.print(Text(told), soft_wrap=True)
     record = view.record
     if record is None:
         console.print("the step as a whole is not finished" if view.index else "before training")

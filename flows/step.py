@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,9 +19,10 @@ import psutil
 import pyarrow as pa
 
 from storage import Artifact, StorageError
-from storage.artifacts import read_manifest
+from storage.artifacts import Manifest, read_manifest
 from storage.durable import no_space
 from storage.ledger import StepView
+from storage.reuse import REUSED
 from storage.schema import without_round
 from tasks.advantage import advantage
 from tasks.algorithms.sample_metrics import throughput_metrics, timing_metrics
@@ -179,7 +180,9 @@ def _validate(step: Step, workers: Workers, stages: Stages, artifacts: dict[str,
     rollouts = stages.run(generate_validation, step, prompts, workers.group)
     rewards = stages.run(reward_validation, step, prompts, rollouts, workers.rewards)
     artifacts.update({artifact.stage: artifact for artifact in (prompts, rollouts, rewards)})
-    metrics = validation_metrics(prompts, rollouts, rewards, step.cfg)
+    metrics: dict[str, float | None] = {**validation_metrics(prompts, rollouts, rewards, step.cfg)}
+    if taken := taken_over({name: read_manifest(artifact.folder) for name, artifact in artifacts.items()}):
+        return {**metrics, **{name: value for name, value in taken.items() if name.startswith("reused/val_")}}
     return {**metrics, "timing_s/testing": time.perf_counter() - started}
 
 
@@ -209,7 +212,8 @@ _BY_RESPONSE_TOKEN = {"gen", "gen_max"}
 def step_metrics(step: Step, artifacts: dict[str, Artifact], seconds: float) -> dict[str, float | None]:
     """The step's numbers under verl's names: what its stages measured, their times and the shapes of their artifacts.
 
-    Several generate calls of a step add up in its timers; their own metrics stay in their manifests.
+    Several generate calls of a step add up in its timers; their own metrics stay in their manifests. A stage whose
+    artifact was taken over from another run has no time here, and a step with such a stage no throughput.
 
     Args:
         step: the step.
@@ -224,15 +228,24 @@ def step_metrics(step: Step, artifacts: dict[str, Artifact], seconds: float) -> 
     for stage, manifest in manifests.items():
         whole = without_round(stage)
         timer = _TIMERS.get(whole, whole)
-        timers[timer] = timers.get(timer, 0.0) + manifest.seconds
+        if REUSED not in manifest.notes:
+            timers[timer] = timers.get(timer, 0.0) + manifest.seconds
         if whole == stage and stage != "greedy_rewards":
             metrics.update(manifest.metrics)
             metrics.update({f"shape/{stage}/{name}": float(value) for name, value in manifest.shapes.items()})
     worked = {timer: response_tokens if timer in _BY_RESPONSE_TOKEN else tokens for timer in timers}
-    worked.pop("prompts")
+    worked.pop("prompts", None)
+    taken = taken_over(manifests)
     devices = step.cfg.trainer.n_gpus_per_node * step.cfg.trainer.nnodes
     metrics.update(timing_metrics({**timers, "step": seconds}, worked))
-    metrics.update(throughput_metrics(tokens, seconds, devices))
+    metrics.update({**throughput_metrics(tokens, seconds, devices), **taken})
+    if taken:
+        del metrics["perf/throughput"]
     metrics["memory/resident_bytes"] = float(psutil.Process().memory_info().rss)
     metrics["memory/arrow_bytes"] = float(pa.total_allocated_bytes())
     return metrics
+
+
+def taken_over(manifests: Mapping[str, Manifest]) -> dict[str, float]:
+    """`reused/<artifact>` = 1 for each artifact that another run has computed."""
+    return {f"reused/{stage}": 1.0 for stage, manifest in manifests.items() if REUSED in manifest.notes}

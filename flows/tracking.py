@@ -42,8 +42,11 @@ logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 30.0
 
-STATES = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
-"""MLflow's word for each state in which a process leaves a run; one that dies without a word leaves it KILLED."""
+STATES = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED", "paused": "SCHEDULED"}
+"""MLflow's word for each state in which a process leaves a run; one that dies without a word leaves it KILLED.
+
+A paused run is to go on: of MLflow's words only SCHEDULED says so. The run's tag `grpoflow.state` has our own word.
+"""
 
 
 class Tracker:
@@ -114,7 +117,7 @@ class Tracker:
         """Send what is left within `tracking.flush_timeout_s`, close the run in MLflow, and say what is missing there.
 
         Args:
-            state: `finished`, `failed` or `killed`.
+            state: `finished`, `failed`, `killed` or `paused`.
         """
         if self._sender is None:
             return Delivery()

@@ -42,7 +42,9 @@ from flows.support import refuse_unbuilt
 from flows.tracking import Tracker
 from storage import RunWriter, StorageError, open_run
 from storage.checkpoints import prune_checkpoints, save_checkpoint
+from storage.reuse import donors
 from tasks.advantage import kl_coef
+from tasks.conditions import conditions_of
 from tasks.config import RunConfig
 from tasks.data import PreparedPrompts, prepare_prompts
 from tasks.engines.vllm_settings import without_effect_here
@@ -62,16 +64,18 @@ class Outcome:
         folder: where it lies.
         last_step: the policy version at its end.
         validations: metrics of each validation by step.
+        paused: where it was paused, in words; None: it is at the end of its plan.
     """
 
     folder: Path
     last_step: int = 0
     validations: dict[int, dict[str, float]] = field(default_factory=dict)
+    paused: str | None = None
 
 
-def train_command(files: Sequence[Path], overrides: Sequence[str]) -> int:
+def train_command(files: Sequence[Path], overrides: Sequence[str], until: int | None = None) -> int:
     """Train from configuration files and overrides, say what happens, and return the exit code."""
-    return train_and_tell(load_config(files, overrides), recipes=files)
+    return train_and_tell(load_config(files, overrides), recipes=files, until=until)
 
 
 def train_and_tell(
@@ -80,6 +84,7 @@ def train_and_tell(
     recipes: Sequence[Path] = (),
     back: GoBack | None = None,
     origin: Mapping[str, Any] | None = None,
+    until: int | None = None,
 ) -> int:
     """Train with the servers that the configuration asks for, say what came of it, and return the exit code.
 
@@ -88,6 +93,7 @@ def train_and_tell(
         recipes: its files; a recipe among them makes what the configuration leaves open.
         back: see run_training.
         origin: see run_training.
+        until: see run_training.
     """
     # Read when torch is imported: threads that wait for work leave the processor to others.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -99,7 +105,7 @@ def train_and_tell(
         check = stack.enter_context(polite_end(cfg.trainer.stop_grace_s, say))
         api = stack.enter_context(prefect_api(cfg.orchestration, Path(cfg.storage.root), say))
         cfg = prepare(recipes, cfg, say, api)
-        outcome = run_training(cfg, console, api, back=back, origin=origin, before_stage=check)
+        outcome = run_training(cfg, console, api, back=back, origin=origin, until=until, before_stage=check)
     print_outcome(outcome, console)
     return 0
 
@@ -111,9 +117,10 @@ def run_training(
     *,
     back: GoBack | None = None,
     origin: Mapping[str, Any] | None = None,
+    until: int | None = None,
     before_stage: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Train one run to the end of its plan.
+    """Train one run to the end of its plan, or to a step at which it is paused.
 
     Args:
         cfg: the configuration.
@@ -121,6 +128,8 @@ def run_training(
         api: Prefect server to report to; None: none.
         back: go back to a step of the run in the folder, in a new lineage; None: go on where it stopped.
         origin: which policy of which other run a new run begins with, to be kept in its `run.json`.
+        until: pause after this step, which then has a checkpoint; the plan and with it the learning rates stay those of
+            the whole run. None, or beyond the plan: train to the plan's end.
         before_stage: called before each stage; what it raises ends the run.
 
     Raises:
@@ -128,6 +137,7 @@ def run_training(
     """
     cfg = with_absolute_paths(cfg)
     refuse_unbuilt(cfg, checked(plan_of(cfg)))
+    refuse_empty_pause(cfg, until, back)
     allowed_changes(run_folder(cfg), cfg, back)
     data = load_data(cfg)
     plan = checked(plan_of(cfg, train_prompts=data.train.table.num_rows, val_prompts=data.val_prompts))
@@ -149,17 +159,23 @@ def run_training(
             check_going_back(run, back, last_finished_step(run), plan.total_steps or 0)
             rebuild(run, workers.group, back.step - 1, progress.say)
             open_lineage(run, cfg, back, data.train, progress.say)
+        run.conditions = conditions_of(cfg, workers.group, first_weights, run.code_digest)
+        if run.donors and not any(donors(run.donors, run.root)):
+            progress.say(f"no run is there yet to take anything over from: storage.reuse_from={', '.join(run.donors)}")
         tracker = stack.enter_context(Tracker(run, cfg, progress.say))
         workers.group.log_to(run.root / "logs")
         keep_inputs(run, data.train, first_weights, workers.rewards.code_digest, progress.say)
-        stack.enter_context(state_is_kept(run, tracker, progress.say))
-        runner = stack.enter_context(stage_runner(api, run.run_id, say=progress.say))
+        ending = stack.enter_context(state_is_kept(run, tracker, progress.say))
+        runner = stack.enter_context(stage_runner(api, run.run_id, cfg.orchestration.tags, progress.say))
         describe(run, cfg, plan, data, tracker)
         # The server has been starting since this process began; only now is it needed.
         if api is not None and (problem := api.wait_ready(progress.say)):
             progress.say(f"{problem}; training goes on without it")
-        loop = Loop(run, cfg, plan, workers, runner, tracker, progress, before_stage)
-        return runner.call(train, loop, name=run.run_id, shown={"folder": str(run.root)})
+        loop = Loop(run, cfg, plan, workers, runner, tracker, progress, before_stage, until)
+        outcome = runner.call(train, loop, name=run.run_id, shown={"folder": str(run.root)})
+        if outcome.paused is not None:
+            ending.state, ending.reason = "paused", outcome.paused
+        return outcome
 
 
 def train(loop: Loop, _: Stages) -> Outcome:
@@ -175,34 +191,76 @@ def checked(plan: Plan) -> Plan:
     return plan
 
 
+def refuse_empty_pause(cfg: RunConfig, until: int | None, back: GoBack | None) -> None:
+    """Refuse to pause where nothing would be trained.
+
+    Raises:
+        ValueError: `until` lies before the step that is gone back to, or nothing is trained at all.
+    """
+    if until is None:
+        return
+    if cfg.trainer.val_only:
+        raise ValueError(f"--until {until}: trainer.val_only=true validates and ends. Leave out one of the two.")
+    if back is not None and until < back.step:
+        raise ValueError(
+            f"--until {until} lies before --from-step {back.step}: nothing would be made. Give at least {back.step}."
+        )
+
+
 # ------------------------------------------------------------------------------------------------- opening and closing
 
 
+@dataclass
+class Ending:
+    """How a run ends if nothing stops it: what the ledger's last line will say.
+
+    Attributes:
+        state: `finished`, or `paused`.
+        reason: why, in words.
+    """
+
+    state: str = "finished"
+    reason: str | None = None
+
+
 @contextmanager
-def state_is_kept(run: RunWriter, tracker: Tracker, say: Callable[[str], None]) -> Iterator[None]:
-    """Write the run's state into its ledger and its tracking run, however the block ends, and say how to go on."""
+def state_is_kept(
+    run: RunWriter, tracker: Tracker, say: Callable[[str], None], go_on: str | None = None
+) -> Iterator[Ending]:
+    """Write the run's state into its ledger and its tracking run, however the block ends, and say how to go on.
+
+    Args:
+        run: the run.
+        tracker: of the run.
+        say: told how to go on with a run that is not finished.
+        go_on: by which command; None: by `grpoflow resume`.
+
+    Yields:
+        What is written when the block ends by itself.
+    """
     run.append("opened", state="running", code_digest=run.code_digest, config_digest=run.config_digest)
-    state, reason = "finished", None
+    ending = Ending()
     try:
-        yield
+        yield ending
     except (KeyboardInterrupt, SystemExit) as error:
-        state, reason = "killed", type(error).__name__
+        ending.state, ending.reason = "killed", type(error).__name__
         raise
     except BaseException as error:
-        state, reason = "failed", f"{type(error).__name__}: {error}"
+        ending.state, ending.reason = "failed", f"{type(error).__name__}: {error}"
         raise
     finally:
         try:
-            run.append("closed", state=state, reason=reason)
+            run.append("closed", state=ending.state, reason=ending.reason)
         except (OSError, StorageError) as error:
             # What ended the run is what has to be told; without this line it counts as crashed.
             say(f"the end of the run could not be written down: {error}")
-        if tracker.keeps_report and state != "killed":
-            keep_report(run, state, say)
-        tracker.finish(state)
-        if state != "finished":
-            mended = "when the cause that is told below is mended, " if state == "failed" else ""
-            say(f"{state}; {mended}go on with: grpoflow resume {short(run.root)}")
+        if tracker.keeps_report and ending.state not in ("killed", "paused"):
+            keep_report(run, ending.state, say)
+        tracker.finish(ending.state)
+        if ending.state != "finished":
+            mended = "when the cause that is told below is mended, " if ending.state == "failed" else ""
+            told = ending.reason if ending.state == "paused" else ending.state
+            say(f"{told}; {mended}go on with: {go_on or f'grpoflow resume {short(run.root)}'}")
 
 
 def keep_report(run: RunWriter, state: str, say: Callable[[str], None]) -> None:
@@ -283,6 +341,7 @@ class Loop:
     tracker: Tracker
     progress: Progress
     before_stage: Callable[[], None] = lambda: None
+    until: int | None = None
 
     def __post_init__(self) -> None:
         self.retainer = Retainer(self.run, self.cfg, self.progress.say)
@@ -290,7 +349,7 @@ class Loop:
         self.ranks = Replacement(self.run, group, self._recover, say, self.before_stage)
 
     def to_the_end(self) -> Outcome:
-        """Recover, then train until the plan's last step, validating and saving as `trainer` says."""
+        """Recover, then train until the plan's last step or `until`, validating and saving as `trainer` says."""
         outcome = Outcome(self.run.root)
         with self.progress.live():
             done = self.ranks.within(self._recover)
@@ -301,16 +360,20 @@ class Loop:
             if self.workers.val and (self.cfg.trainer.val_only or (self.cfg.trainer.val_before_train and not done)):
                 self._run(validate_policy, self._step(done), f"validate-{done:06d}")
                 self._report(done, outcome)
+            if self.last <= done < self.total:
+                self.progress.say(f"step {done} is finished: nothing is left to do until step {self.last}")
             if done >= self.total:
                 self.progress.say(f"all {self.total} steps are finished; trainer.total_training_steps can ask for more")
             if not self.cfg.trainer.val_only:
-                for index in range(done + 1, self.total + 1):
+                for index in range(done + 1, self.last + 1):
                     self.step(index, outcome, validates=self._is_due(index, self.cfg.trainer.test_freq))
                     if self._is_due(index, self.cfg.trainer.save_freq):
                         self._save(index)
         outcome.last_step = self.ranks.within(lambda: self.workers.group.policy_version)
         if outcome.last_step and not self.cfg.trainer.val_only:
             self._save(outcome.last_step)
+        if self.until is not None and outcome.last_step < self.total:
+            outcome.paused = f"paused after step {outcome.last_step} of {self.total}"
         return outcome
 
     def _tell_open_step(self, index: int) -> None:
@@ -335,6 +398,11 @@ class Loop:
         """Steps of the whole run."""
         return self.plan.total_steps or 0
 
+    @property
+    def last(self) -> int:
+        """Last step that is trained now."""
+        return self.total if self.until is None else min(self.until, self.total)
+
     def _is_due(self, index: int, every: int) -> bool:
         """Whether something done every so many steps, and after the last one, is done after this step."""
         return every > 0 and (index % every == 0 or index == self.total)
@@ -342,7 +410,7 @@ class Loop:
     def step(self, index: int, outcome: Outcome, *, validates: bool) -> None:
         """Run one step as a flow, send its metrics, print its line."""
         step = self._step(index, validates=validates and self.workers.val is not None)
-        self._run(train_step, step, f"step-{index:06d}", f"step-{index + 1:06d}" if index < self.total else None)
+        self._run(train_step, step, f"step-{index:06d}", f"step-{index + 1:06d}" if index < self.last else None)
         self._report(index, outcome)
 
     def _step(self, index: int, *, validates: bool = False) -> Step:

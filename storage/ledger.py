@@ -302,7 +302,10 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `failed`, `killed`, or `crashed` when its process is gone without a word."""
+        """`running`, `finished`, `paused` at a step that was asked for, `failed`, `killed`, or `crashed`.
+
+        It is `crashed` when its process is gone without a word.
+        """
         if self.owner() is not None:
             return "running"
         closed = [event["state"] for event in self.events() if event["event"] in ("opened", "closed")]
@@ -334,6 +337,10 @@ class RunWriter(Run):
         self.code_digest = ""
         self.config_digest = ""
         self.compression = "none"
+        self.donors: Sequence[str] = ()
+        """Folders or globs of other runs whose artifacts may be taken over."""
+        self.conditions: dict[str, Any] = {}
+        """What the content of this run's artifacts depends on beside their keys; {}: it shares nothing."""
         self._drop_uncommitted()
 
     @classmethod

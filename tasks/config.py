@@ -8,8 +8,9 @@ What follows from them is the plan's business (tasks/geometry.py). Nothing here 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tasks.algorithms.variants import ESTIMATORS, LOSSES
 
@@ -32,6 +33,19 @@ Dtype = Annotated[
 ]
 """verl writes both `bf16` and `bfloat16`."""
 
+
+def _without_password(address: str) -> str:
+    if urlsplit(address).password is not None:
+        raise ValueError(
+            "it has a password in it, and a configuration is kept with its run for everybody to read. Leave it out and "
+            "give it by the environment: PGPASSWORD or ~/.pgpass (PostgreSQL), MLFLOW_TRACKING_USERNAME and _PASSWORD "
+            "(MLflow), PREFECT_API_AUTH_STRING (Prefect)"
+        )
+    return address
+
+
+Address = Annotated[str, AfterValidator(_without_password)]
+"""URL of a server or database."""
 
 MOST_PROMPTS = 2**20
 """More prompts in a step, or responses to one, are a slip of the finger."""
@@ -642,6 +656,8 @@ class StorageConfig(Section):
     compression: Literal["none", "zstd"] = "none"
     """Compression inside artifacts' Arrow files."""
     retention: RetentionConfig = RetentionConfig()
+    reuse_from: tuple[str, ...] = ()
+    """Folders of other runs, or globs of them: what they have made of exactly the same things is taken over."""
 
 
 class TrackingConfig(Section):
@@ -649,7 +665,7 @@ class TrackingConfig(Section):
 
     enabled: bool = True
     """false: metrics stay in the run's folder alone, in each step's `step.json`."""
-    uri: str | None = None
+    uri: Address | None = None
     """MLflow tracking URI; null: a SQLite store in `storage.root`."""
     flush_timeout_s: float = Field(60.0, ge=0)
     """How long the end of a run waits for a slow server before it leaves the rest to a later command."""
@@ -662,10 +678,12 @@ class OrchestrationConfig(Section):
 
     enabled: bool = True
     """false: run the same stages as plain function calls."""
-    api_url: str | None = None
+    api_url: Address | None = None
     """Prefect server to use; null: `PREFECT_API_URL` if set, else one started for the runs in `storage.root`."""
     startup_timeout_s: float = Field(180.0, gt=0)
     """How long such a server may take to start."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run's flow runs in Prefect, beside `run:<id>`."""
 
 
 class RayConfig(Section):

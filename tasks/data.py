@@ -59,12 +59,14 @@ class PreparedPrompts:
             and `filtered_no_room` were dropped, in this order; `cut` were shortened; `kept` are in the table.
         files: what was read.
         digest: SHA-256 over the files' content, what was done with it, and the token ids that came out.
+        rows: [prompts] which row of the files each prompt is, counted over all files in their order; None: not known.
     """
 
     table: pa.Table
     counts: dict[str, int]
     files: tuple[SourceFile, ...]
     digest: str
+    rows: np.ndarray | None = None
 
 
 def prepare_prompts(cfg: RunConfig, which: Literal["train", "val"], tokenizer: Any) -> PreparedPrompts:
@@ -149,6 +151,7 @@ class _Collected:
         default_factory=lambda: dict.fromkeys(("read", "filtered_overlong", "filtered_no_room", "cut", "kept"), 0)
     )
     overlong: list[tuple[str, int]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(
         default_factory=lambda: {
             name: []
@@ -168,11 +171,12 @@ class _Collected:
         all_ids = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
             "input_ids"
         ]
+        first = self.counts["read"]
         self.counts["read"] += len(rows)
-        for row, text, ids in zip(rows, texts, all_ids, strict=True):
-            self._keep(row, text, ids)
+        for number, (row, text, ids) in enumerate(zip(rows, texts, all_ids, strict=True), first):
+            self._keep(number, row, text, ids)
 
-    def _keep(self, row: _Row, text: str, ids: list[int]) -> None:
+    def _keep(self, number: int, row: _Row, text: str, ids: list[int]) -> None:
         if not ids:
             raise DataError(f"{row.where} has an empty prompt: nothing to generate from. Remove the row.")
         if len(ids) > self.longest:
@@ -190,6 +194,7 @@ class _Collected:
             return
         index = self.counts["kept"]
         self.counts["kept"] += 1
+        self.rows.append(number)
         values = (index, row.data_source, json_text(row.prompt), text, row.ground_truth, row.extra_info)
         for name, value in zip(self.columns, (*values, np.asarray(ids, dtype=np.int32)), strict=True):
             self.columns[name].append(value)
@@ -223,7 +228,8 @@ def _finished(collected: _Collected, which: Literal["train", "val"]) -> Prepared
     files = tuple(
         SourceFile(path, rows, sha256_file(Path(path).expanduser())) for path, rows in collected.rows_of_file.items()
     )
-    return PreparedPrompts(table, dict(counts), files, _digest(files, ids, cfg.data, collected))
+    digest = _digest(files, ids, cfg.data, collected)
+    return PreparedPrompts(table, dict(counts), files, digest, np.asarray(collected.rows, dtype=np.int64))
 
 
 def _story(counts: Mapping[str, int], collected: _Collected) -> str:
@@ -279,6 +285,38 @@ def _read_file(file: Path, key: str) -> Iterator[dict[str, Any]]:
     if file.suffix in (".jsonl", ".json", ".ndjson"):
         return _read_json(file)
     raise DataError(f"{key}: {file} is neither .parquet nor .jsonl, .ndjson or .json")
+
+
+def source_table(paths: Sequence[str], rows: np.ndarray) -> pa.Table:
+    """Rows of files of prompts as they stand there, in the order of the files; columns that a file lacks are null.
+
+    Args:
+        paths: files of prompts.
+        rows: which rows, counted over all files, ascending.
+
+    Raises:
+        DataError: the columns of the files do not fit together, or JSON rows have no common types.
+    """
+    tables, first = [], 0
+    for path in paths:
+        file = Path(path).expanduser()
+        try:
+            table = pq.read_table(file) if file.suffix == ".parquet" else _json_table(list(_read_json(file)))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise DataError(f"the rows of {file} cannot be one table: {error}. Give it as parquet.") from error
+        own = rows[(rows >= first) & (rows < first + table.num_rows)] - first
+        # Metadata of other libraries describes the columns that they wrote, which may not be all there will be.
+        tables.append(table.take(pa.array(own)).replace_schema_metadata(None))
+        first += table.num_rows
+    try:
+        return pa.concat_tables(tables, promote_options="default")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise DataError(f"the columns of {', '.join(paths)} do not fit together: {error}") from error
+
+
+def _json_table(rows: list[dict[str, Any]]) -> pa.Table:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
 
 
 def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:

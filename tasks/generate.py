@@ -31,15 +31,16 @@ class Tokenizer(Protocol):
         """Texts of rows of token ids."""
 
 
-_ROLLOUT = ("name", "n", "do_sample", "temperature", "top_p", "top_k", "stop", "ignore_eos", "calculate_log_probs")
-_LIMITS = ("response_length", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-READS = (
-    *(f"actor_rollout_ref.rollout.{name}" for name in (*_ROLLOUT, *_LIMITS)),
+_ENGINE = ("name", "stop", "ignore_eos", "response_length", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+_SAMPLING = ("n", "do_sample", "temperature", "top_p", "top_k", "calculate_log_probs")
+_OF_ALL = (
+    *(f"actor_rollout_ref.rollout.{name}" for name in _ENGINE),
     "actor_rollout_ref.model",
     "data.max_response_length",
     "trainer.seed",
 )
-VALIDATION_READS = (*READS, "actor_rollout_ref.rollout.val_kwargs")
+READS = (*_OF_ALL, *(f"actor_rollout_ref.rollout.{name}" for name in _SAMPLING))
+VALIDATION_READS = (*_OF_ALL, "actor_rollout_ref.rollout.val_kwargs")
 CODE = ("tasks.generate", "tasks.seeds", "tasks.engines")
 
 
@@ -56,7 +57,7 @@ def generate(step: Step, prompts: Artifact, group: WorkerGroup, number: int | No
         StageError: the ranks hold another policy than this step samples from, or every group holds n equal responses.
     """
     name = "rollouts" if number is None else round_of("rollouts", number)
-    stage = step.open(name, reads=READS, code=CODE, parents=[prompts])
+    stage = step.open(name, reads=READS, code=CODE, parents=[prompts], policy_digest=group.weights_digest)
     if done := stage.committed():
         return done
     rollout = step.cfg.actor_rollout_ref.rollout
@@ -78,7 +79,8 @@ def generate(step: Step, prompts: Artifact, group: WorkerGroup, number: int | No
 
 def generate_greedy(step: Step, prompts: Artifact, group: WorkerGroup) -> Artifact:
     """Commit `greedy_rollouts`: the greedy response to each prompt, whose score is remax's baseline."""
-    stage = step.open("greedy_rollouts", reads=READS, code=CODE, parents=[prompts])
+    policy = group.weights_digest
+    stage = step.open("greedy_rollouts", reads=READS, code=CODE, parents=[prompts], policy_digest=policy)
     if done := stage.committed():
         return done
     sampling = replace(training_sampling(step.cfg), greedy=True, log_probs=False)

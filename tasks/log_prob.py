@@ -41,7 +41,10 @@ def old_log_prob(step: Step, prompts: Artifact, rollouts: Artifact, group: Worke
     """
     bypass, with_squares = step.cfg.algorithm.rollout_correction.bypass_mode, step.cfg.estimator_needs("sum_pi_squared")
     also = {"bypass_mode": bypass, "sum_pi_squared": with_squares}
-    stage = step.open("old_log_probs", reads=READS, code=CODE, parents=[prompts, rollouts], also=also)
+    policy = group.weights_digest
+    stage = step.open(
+        "old_log_probs", reads=READS, code=CODE, parents=[prompts, rollouts], also=also, policy_digest=policy
+    )
     if done := stage.committed():
         return done
     if bypass:

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from storage import Artifact
 from storage.schema import round_of
-from tasks.data import PreparedPrompts, step_rows
+from tasks.data import PreparedPrompts, prompt_order, step_rows
 from tasks.stage import Step
 
 READS = ("data.train_batch_size", "data.shuffle", "data.seed", "trainer.seed")
@@ -27,6 +27,29 @@ def choose_prompts(step: Step, dataset: PreparedPrompts) -> Artifact:
     return stage.commit(
         prompt_columns(dataset, rows, f"{step.index:06d}"),
         metrics={"training/epoch": float(epoch)},
+        shapes=_token_shapes(dataset.table, rows),
+    )
+
+
+def choose_rest(step: Step, dataset: PreparedPrompts, start: int, count: int) -> Artifact:
+    """Commit `prompts`: some consecutive prompts of the first epoch's order, where that is not done by whole steps.
+
+    Args:
+        step: the step.
+        dataset: the prepared training prompts.
+        start: place of the first one in the order.
+        count: how many.
+    """
+    also = {"data": dataset.digest, "start": start, "count": count}
+    stage = step.open("prompts", reads=READS, code=CODE, also=also)
+    if done := stage.committed():
+        return done
+    data = step.cfg.data
+    seed = step.cfg.trainer.seed if data.seed is None else data.seed
+    rows = prompt_order(seed, 0, dataset.table.num_rows, data.shuffle)[start : start + count]
+    return stage.commit(
+        prompt_columns(dataset, rows, f"{step.index:06d}"),
+        metrics={"training/epoch": 0.0},
         shapes=_token_shapes(dataset.table, rows),
     )
 

@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from storage import Artifact, Ragged, RunWriter, build_table, read_table
+from storage import Artifact, Ragged, RunWriter, StorageError, build_table, read_table
 from storage.artifacts import Part, read_parts, wait_until_seen, write_part
 from storage.durable import sha256_json
+from storage.reuse import REUSED, candidates, take_over
+from tasks.conditions import CONDITIONS, can_be_shared
 from tasks.config import RunConfig
 
 
@@ -61,6 +63,7 @@ class Step:
         parents: Sequence[Artifact] = (),
         policy_version: int | None = None,
         also: Mapping[str, Any] | None = None,
+        policy_digest: Callable[[], str] | None = None,
     ) -> Stage:
         """Begin a stage.
 
@@ -71,6 +74,7 @@ class Step:
             parents: the artifacts it reads.
             policy_version: the policy it uses or describes; None: the one before this step.
             also: anything else that decides its result.
+            policy_digest: gives the digest of the weights it uses, which within a run follow from `policy_version`.
         """
         self.before_stage()
         version = max(self.index - 1, 0) if policy_version is None else policy_version
@@ -85,7 +89,8 @@ class Step:
             "also": dict(also or {}),
         }
         modules = {name: code_digest((name,)) for name in code}
-        return Stage(self, stage, sha256_json(made_from), version, tuple(parents), {**made_from, "modules": modules})
+        key = sha256_json(made_from)
+        return Stage(self, stage, key, version, tuple(parents), {**made_from, "modules": modules}, policy_digest)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class Stage:
         policy_version: the policy it uses or describes.
         parents: the artifacts it reads.
         made_from: what `key` is the digest of, and under `modules` the digest of each module's source.
+        policy_digest: gives the digest of the weights it uses; None: it uses none.
     """
 
     step: Step
@@ -126,11 +132,51 @@ class Stage:
     policy_version: int
     parents: tuple[Artifact, ...]
     made_from: Mapping[str, Any]
+    policy_digest: Callable[[], str] | None = None
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def committed(self) -> Artifact | None:
-        """The artifact, when it was made from exactly the same things before and is intact."""
-        return self.step.run.find(self.step.index, self.name, self.key)
+        """The artifact, when it was made from exactly the same things before and is intact.
+
+        What the run does not have itself may be in one of `storage.reuse_from`, and is then taken over.
+        """
+        return self.step.run.find(self.step.index, self.name, self.key) or self._taken_over()
+
+    def _taken_over(self) -> Artifact | None:
+        run, index = self.step.run, self.step.index
+        if not run.donors or not run.conditions:
+            return None
+        conditions = self._conditions()
+        for folder, theirs in candidates(run.donors, run.root, index, self.name, self.key):
+            if not can_be_shared(theirs, conditions):
+                continue
+            try:
+                artifact = take_over(
+                    run,
+                    folder,
+                    theirs,
+                    policy_version=self.policy_version,
+                    started_at=self.started_at,
+                    parents=self.parents,
+                    made_from=self.made_from,
+                )
+            except StorageError as error:
+                run.append("not_reused", step=index, stage=self.name, folder=str(folder), reason=str(error))
+                continue
+            run.append("reused", step=index, stage=self.name, run_id=theirs.run_id, folder=str(folder))
+            return artifact
+        return None
+
+    def _conditions(self) -> dict[str, Any]:
+        """What the content depends on beside the key; {}: it is not known."""
+        known = self.step.run.conditions
+        return {**known, "policy": self.policy_digest()} if known and self.policy_digest else known
+
+    def _notes(self, notes: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Notes of an artifact that this run makes; those of an artifact it is made from may be among them."""
+        kept = {name: value for name, value in (notes or {}).items() if name not in (REUSED, CONDITIONS)}
+        conditions = self._conditions()
+        return {**kept, CONDITIONS: conditions} if conditions else kept
 
     @contextmanager
     def parts(self) -> Iterator[PartFolder]:
@@ -160,7 +206,8 @@ class Stage:
         notes: Mapping[str, Any] | None = None,
     ) -> Artifact:
         """Commit what `read_parts` has read."""
-        return self.step.run.commit_parts(folder.path, parts, **self._about(metrics), shapes=shapes, notes=notes)
+        about = self._about(metrics)
+        return self.step.run.commit_parts(folder.path, parts, **about, shapes=shapes, notes=self._notes(notes))
 
     def _about(self, metrics: Mapping[str, float] | None) -> dict[str, Any]:
         """What every manifest of this stage says."""
@@ -189,7 +236,7 @@ class Stage:
         table = build_table(self.name, columns)
         self._refuse_non_finite(table)
         return self.step.run.commit(
-            self.step.index, self.name, table, **self._about(metrics), shapes=shapes, notes=notes
+            self.step.index, self.name, table, **self._about(metrics), shapes=shapes, notes=self._notes(notes)
         )
 
     def _refuse_non_finite(self, table: pa.Table) -> None:

@@ -29,6 +29,14 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("key", ["tracking.uri", "orchestration.api_url"])
+def test_an_address_with_a_password_is_refused_without_being_shown(key: str) -> None:
+    with pytest.raises(ConfigError, match="PGPASSWORD") as caught:
+        load_config([], [f"{key}=postgresql://me:hunter2@host/db"])
+    assert "hunter2" not in str(caught.value)
+    load_config([], [f"{key}=postgresql://me@host/db"])
+
+
 # -------------------------------------------------------------------------------------------------------------- layers
 
 

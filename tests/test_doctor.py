@@ -80,10 +80,10 @@ def test_the_command_prints_a_list_and_ends_with_0_where_nothing_is_wrong(tmp_pa
 
 
 def test_an_error_ends_with_2_and_shows_no_traceback_and_no_password(tmp_path):
-    uri, api = "http://ann:hunter2@127.0.0.1:notaport/x?token=s3cret", "http://:hunter3@127.0.0.1:9/api"
-    tracking, orchestration = {"enabled": True, "uri": uri}, {"enabled": True, "api_url": api}
-    config = write_config(tmp_path / "run.yaml", tracking=tracking, orchestration=orchestration)
-    done = grpoflow_doctor(config, "trainer.device=cuda", CUDA_VISIBLE_DEVICES="")
+    tracking = {"enabled": True, "uri": "http://ann@127.0.0.1:notaport/x?token=s3cret"}
+    config = write_config(tmp_path / "run.yaml", tracking=tracking, orchestration={"enabled": True})
+    secrets = {"MLFLOW_TRACKING_PASSWORD": "hunter2", "PREFECT_API_URL": "http://:hunter3@127.0.0.1:9/api"}
+    done = grpoflow_doctor(config, "trainer.device=cuda", CUDA_VISIBLE_DEVICES="", **secrets)
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
     assert re.search(r"error +devices", done.stdout) and "trainer.device=cpu" in done.stdout
     assert "does not answer" in done.stdout and "***" in done.stdout
@@ -438,10 +438,12 @@ def tracking(tmp_path, uri):
     return next(services.check_tracking(Subject(tmp_path, cfg)))
 
 
-def test_a_server_is_asked_for_its_health_with_the_login_of_its_uri(tmp_path):
+def test_a_server_is_asked_for_its_health_with_the_login_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ann")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "p@ss")
     with server(200) as (address, seen):
-        finding = tracking(tmp_path, f"http://ann:p%40ss@{address}/mlflow/")
-    assert finding.status == "ok" and "p%40ss" not in finding.found
+        finding = tracking(tmp_path, f"http://{address}/mlflow/")
+    assert finding.status == "ok" and "p@ss" not in finding.found
     assert seen == [("/mlflow/health", "Basic YW5uOnBAc3M=")]
 
 

@@ -85,7 +85,7 @@ def _server(name: str, uri: str, path: str, key: str, without: str) -> Finding:
     try:
         address, login = address_and_login(uri)
         request = urllib.request.Request(f"{address}{path}")
-        if login is not None:
+        if login := login or _login_of_environment(name):
             request.add_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
         with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S):
             return Finding(name, "ok", f"{shown} answers")
@@ -98,6 +98,14 @@ def _server(name: str, uri: str, path: str, key: str, without: str) -> Finding:
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", None) or error
         return Finding(name, "warn", f"{shown} does not answer: {why}", f"{without} Start it, or mend {key}.")
+
+
+def _login_of_environment(name: str) -> str | None:
+    """`user:password` for a server, from the variables that MLflow's and Prefect's own clients read."""
+    if name == "prefect":
+        return os.environ.get("PREFECT_API_AUTH_STRING")
+    user, password = (os.environ.get(f"MLFLOW_TRACKING_{what}") for what in ("USERNAME", "PASSWORD"))
+    return f"{user}:{password}" if user and password else None
 
 
 # -------------------------------------------------------------------------------------------------------------- Prefect
