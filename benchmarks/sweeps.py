@@ -1,7 +1,8 @@
 """What a sweep costs with tpe and asha, as a share of the grid's training steps, and whether it finds the grid's best.
 
     python -m benchmarks.sweeps            learning curves by a formula, whose best point is known
-    python -m benchmarks.sweeps SWEEP      the recorded curves of a grid that was really trained, by its folder
+    grpoflow sweep benchmarks/sweeps.yaml  train a grid of the quickstart, about half an hour, and then
+    python -m benchmarks.sweeps FOLDER     with its real curves, by the sweep's folder
 
 Decisions are those of `grpoflow sweep`, made by the same functions; in the place of a run its curve is looked up. Steps
 are counted, not timed, so that nothing depends on the machine.
@@ -23,8 +24,8 @@ from flows.sweep.space import Values, grid, suggest
 from flows.sweep.spec import SweepSpec
 
 SAMPLER_SEEDS = 20
-TRIALS = 48
-"""Trials that tpe may suggest; a point that it suggests again costs nothing."""
+SHARE_OF_POINTS = {"none": 0.6, "asha": 0.75}
+"""Trials of a sweep by pruning, as a share of the grid's points."""
 
 LR, MINI, CLIP = (
     "actor_rollout_ref.actor.optim.lr",
@@ -129,9 +130,9 @@ def main() -> None:
         "| sampler | pruning | share of the grid's steps, median | at most | finds the best point | worst gap to it |"
     )
     print("|---|---|---|---|---|---|")
-    asha = {"kind": "asha", "min_steps": max(1, total // 9), "reduction": 3}
+    asha = {"kind": "asha", "min_steps": total // 3, "reduction": 3}
     for kind, pruning in (("random", {"kind": "none"}), ("tpe", {"kind": "none"}), ("random", asha), ("tpe", asha)):
-        budget = {"trials": TRIALS if pruning is asha else len(grid(spec)) * 6 // 10}
+        budget = {"trials": round(SHARE_OF_POINTS[str(pruning["kind"])] * len(grid(spec)))}
         found = [
             simulate(variant(spec, sampler={"kind": kind, "seed": seed}, pruning=pruning, budget=budget), total, curve)
             for seed in range(SAMPLER_SEEDS)

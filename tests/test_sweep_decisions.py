@@ -144,6 +144,18 @@ def test_asha_lets_the_best_third_of_a_rung_go_on():
     assert board.planned_steps() == 9 + 2 * 3 + 6 * 1
 
 
+def test_asha_trains_the_best_of_few_trials_to_the_end_when_no_more_come():
+    """Two trials where three would be needed for one to go on: nobody would ever reach step 9."""
+    the_spec = spec(
+        space={COEF: {"choice": [0.0, 1.0]}},
+        sampler={"kind": "grid"},
+        pruning={"kind": "asha", "min_steps": 1, "reduction": 3},
+        budget={},
+    )
+    board = simulate(the_spec, 9, lambda values, until, seed: values[COEF])
+    assert [(one.trial, one.until) for one in board.advances] == [(0, 1), (1, 1), (1, 3), (1, 9)]
+
+
 def test_a_failed_trial_counts_as_the_worst_of_its_rung():
     the_spec = spec(
         space={COEF: {"choice": [0.0, 1.0, 2.0]}},

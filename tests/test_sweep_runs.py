@@ -130,29 +130,33 @@ def test_a_sweep_trains_prunes_refuses_and_tells(sweep_file, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_sweep_that_is_killed_five_times_ends_with_the_same_table(sweep_file, tmp_path):
-    """Six trials, two seeds, two slots. Killed: the command three times, and twice a trial's process."""
-    space = {LR: {"choice": [1e-4, 1e-3, 1e-2]}, "actor_rollout_ref.rollout.temperature": {"choice": [1.0, 0.7]}}
+    """Four trials, two seeds, two slots. Killed: the command twice, a trial twice, the Prefect server once."""
+    space = {LR: {"choice": [1e-3, 1e-2]}, "actor_rollout_ref.rollout.temperature": {"choice": [1.0, 0.7]}}
     about = {"space": space, "seeds": [0, 1], "slots": 2, "parallel_trials": 2}
-    left_alone, killed = sweep_file("alone", **about), sweep_file("killed", **about)
+    left_alone = sweep_file("alone", **about)
+    killed = sweep_file("killed", overrides=["orchestration.enabled=true"], **about)
     finish(left_alone)
     chance = random.Random(0)
-    for who in ("command", "trial", "command", "trial", "command"):
+    for who in ("command", "trial", "server", "trial", "command"):
         process = start(killed)
         before = len(started(killed))
-        wait_until(lambda before=before: len(started(killed)) > before, 120)
+        wait_until(lambda before=before: len(started(killed)) > before, 240)
         time.sleep(chance.uniform(2.0, 12.0))
-        victims = [process.pid] if who == "command" else [child.pid for child in trials_of(process)][:1]
-        for victim in victims:
-            os.kill(victim, signal.SIGKILL)
         if who == "trial":
-            wait_until(lambda: sweep_of(killed).attempts()[0].ended_at is not None, 60)
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(trials_of(process)[0].pid, signal.SIGKILL)
+            wait_until(lambda: any(attempt.end == "died" for attempt in sweep_of(killed).attempts()), 60)
+        if who == "server":
+            home = tmp_path / "runs" / ".prefect"
+            os.kill(json.loads((home / "server.json").read_text())["pid"], signal.SIGKILL)
+            time.sleep(chance.uniform(2.0, 12.0))
+            assert process.poll() is None, "a sweep goes on without its Prefect server"
+        os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
         wait_until(lambda: not [one for one in psutil.process_iter(["cmdline"]) if is_trial_of(one, killed)], 60)
     finish(killed)
     assert results(killed) == results(left_alone)
     # The runs themselves, too: the same weights after the last step.
-    for trial in range(6):
+    for trial in range(4):
         for seed in (0, 1):
             pair = [sweep_of(path).run(trial, seed).step(3).table("updates") for path in (left_alone, killed)]
             assert pair[0]["weights_digest"].to_pylist() == pair[1]["weights_digest"].to_pylist()
@@ -259,5 +263,7 @@ def test_clone_writes_a_configuration_that_trains_and_the_best_policy_is_exporte
     words = ["export-best", folder, str(tmp_path / "best")]
     subprocess.run(command(*words), cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
     assert (tmp_path / "best" / "config.json").is_file() and (tmp_path / "best" / "grpoflow.yaml").is_file()
+    shown = subprocess.run(command("table", folder), capture_output=True, text=True, timeout=120, check=True).stdout
+    assert f"{rows(sweep_of(path))[0].value:.4g}" in shown and "…" not in shown
     told = subprocess.run(command("table", folder, "--json"), capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(told.stdout)["trials"][0]["state"] == "done"

@@ -162,7 +162,8 @@ def next_decision(board: Board, more_trials: bool) -> Advance | NewTrial | Wait 
         decision = _decide(board, seen, more_trials)
         if decision is not None:
             return decision if _is_paid_for(board, decision) else None
-    return None
+    last = _best_to_the_end(board)
+    return last if last is not None and _is_paid_for(board, last) else None
 
 
 def _decide(board: Board, seen: Sequence[Advance], more_trials: bool) -> Advance | NewTrial | None:
@@ -202,6 +203,17 @@ def _best_of_a_rung(board: Board, seen: Sequence[Advance], steps: Sequence[int])
             if (trial, following) not in decided:
                 return Advance(len(board.advances), trial, following)
     return None
+
+
+def _best_to_the_end(board: Board) -> Advance | None:
+    """The best trial when nothing else is left to do and none was trained to the end; of few none may go on."""
+    steps = rungs(board.spec, board.total)
+    places = _ranks(board, board.advances)
+    if not places or any(advance.until == board.total for advance in board.advances):
+        return None
+    best = max(places, key=lambda trial: places[trial])
+    reached = max(advance.until for advance in board.of_trial(best))
+    return Advance(len(board.advances), best, steps[steps.index(reached) + 1])
 
 
 def _above_the_median(board: Board, seen: Sequence[Advance], steps: Sequence[int]) -> Advance | None:

@@ -82,6 +82,11 @@ def _of_validation(spec: SweepSpec, base: RunConfig, total: int) -> Iterator[str
     between = [step for step in rungs(spec, total)[:-1] if freq > 0 and step % freq]
     if spec.objective.metric.startswith("val-") and between and spec.objective.of == "last":
         yield f"at step {between[0]} trials are compared by the validation before it (trainer.test_freq={freq})"
+    if not spec.objective.metric.startswith("val-") and rungs(spec, total)[0] == 1 < total:
+        yield (
+            "at step 1 (pruning.min_steps) trials are compared by what the first policy sampled, before its first "
+            "update, and that is the same policy for all of them"
+        )
 
 
 def _of_signals(sweep: Sweep) -> Iterator[str]:

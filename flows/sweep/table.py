@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
@@ -165,7 +165,12 @@ def print_table(sweep: Sweep, console: Console) -> None:
             row.reused or "",
         ]
         table.add_row(*map(str, (row.trial, row.state, *values, *numbers, *cost)))
-    console.print(table)
+    # A number that is cut is a wrong one: where a terminal is too narrow, lines run on.
+    console.print(
+        table,
+        width=max(console.width, console.measure(table, options=console.options.update(max_width=1000)).maximum),
+        soft_wrap=True,
+    )
     for row in found:
         if row.reason:
             console.print(Text(f"trial {row.trial} {row.state}: {row.reason}"), soft_wrap=True)
