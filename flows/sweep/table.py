@@ -166,11 +166,9 @@ def print_table(sweep: Sweep, console: Console) -> None:
         ]
         table.add_row(*map(str, (row.trial, row.state, *values, *numbers, *cost)))
     # A number that is cut is a wrong one: where a terminal is too narrow, lines run on.
-    console.print(
-        table,
-        width=max(console.width, console.measure(table, options=console.options.update(max_width=1000)).maximum),
-        soft_wrap=True,
-    )
+    wide = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    console.size = ConsoleDimensions(max(console.width, wide), console.height)
+    console.print(table)
     for row in found:
         if row.reason:
             console.print(Text(f"trial {row.trial} {row.state}: {row.reason}"), soft_wrap=True)
