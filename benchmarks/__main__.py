@@ -3,7 +3,18 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("step", "artifact_rates", "memory", "plan", "recovery", "ranks", "audit_queries", "verify", "report")
+BENCHMARKS = (
+    "step",
+    "artifact_rates",
+    "memory",
+    "plan",
+    "recovery",
+    "ranks",
+    "sweeps",
+    "audit_queries",
+    "verify",
+    "report",
+)
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or BENCHMARKS:
