@@ -164,6 +164,55 @@ def test_a_sweep_that_is_killed_five_times_ends_with_the_same_table(sweep_file, 
     assert not list((tmp_path / "runs").rglob("*.aside"))
 
 
+@pytest.mark.slow
+def test_b43_a_trial_that_dies_with_its_sweep_is_resumed_once_and_no_trial_runs_for_ever(sweep_file, tmp_path):
+    path = sweep_file(
+        overrides=["tracking.enabled=true", "trainer.total_training_steps=2"],
+        space={LR: {"choice": [1e-4, 1e-3, 3e-3, 1e-2]}},
+    )
+    process = start(path)
+    wait_until(lambda: len(started(path)) == 2, 240)
+    wait_until(lambda: (run := sweep_of(path).run(1, 0)) is not None and run.owner() is not None, 60)
+    for victim in (process.pid, trials_of(process)[0].pid):
+        os.kill(victim, signal.SIGKILL)
+    process.wait(60)
+    assert {row.trial: row.state for row in rows(sweep_of(path))} == {0: "done", 1: "waiting"}
+    assert sweep_of(path).state == "crashed"
+    finish(path)
+    found = {row.trial: row for row in rows(sweep_of(path))}
+    assert [found[trial].state for trial in range(4)] == ["done"] * 4
+    assert [found[trial].resumed for trial in range(4)] == [0, 1, 0, 0]
+    assert [attempt.end for attempt in sweep_of(path).attempts()].count("reached") == 4
+    assert {trial.state.name for trial in study_of(sweep_of(path)).trials} == {"COMPLETE"}
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("grpoflow").experiment_id])
+    assert len(runs) == 5 and {run.info.status for run in runs} == {"FINISHED"}
+
+
+@pytest.mark.slow
+def test_b45_a_configuration_started_twice_at_once_and_three_trials_beside_it_share_no_file(sweep_file, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "flows.cli", "train", str(tmp_path / "base.yaml"), "trainer.total_training_steps=1"]
+    path = sweep_file(overrides=["trainer.total_training_steps=1"], space={LR: {"choice": [1e-4, 1e-3, 1e-2]}}, slots=3)
+    pair = [subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    finish(path)
+    told = [process.communicate(timeout=300)[1] for process in pair]
+    codes = [process.returncode for process in pair]
+    # One name is one run: the second of the pair is refused and says by whom, or found it finished.
+    assert sorted(codes) in ([0, 0], [0, 2])
+    for code, words_of in zip(codes, told, strict=True):
+        assert code == 0 or f"is being written by process {pair[codes.index(0)].pid}" in words_of
+    runs = [path.parent for path in (tmp_path / "runs").rglob("run.json")]
+    assert len(runs) == 4 and len({open_run(run).run_id for run in runs}) == 4
+    for run in runs:
+        manifests = [json.loads(file.read_text()) for file in run.rglob("steps/*/*/*/manifest.json")]
+        own = {open_run(run).run_id}
+        assert manifests and {manifest["run_id"] for manifest in manifests} == own
+
+
 def started(path: Path) -> list:
     try:
         return [event for event in sweep_of(path).events() if event["event"] == "started"]

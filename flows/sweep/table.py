@@ -62,16 +62,18 @@ class Row:
 def rows(sweep: Sweep) -> list[Row]:
     """The trials, best first: those at their end, then the paused ones that got farthest, then the rest."""
     board, attempts = sweep.board(), sweep.attempts()
+    # What nobody runs is not running, though the end of its processes was never written down.
+    under_way = [attempt for attempt in attempts if attempt.end is None] if sweep.owner() is not None else []
     sign = -1 if sweep.spec.objective.mode == "max" else 1
 
     def place(row: Row) -> tuple[int, int, float, int]:
         worth = sign * row.value if row.value is not None else 0.0
         return ORDER.index(row.state), -row.step if row.value is not None else 0, worth, row.trial
 
-    return sorted((_row(sweep, board, attempts, trial.number) for trial in board.trials), key=place)
+    return sorted((_row(sweep, board, attempts, under_way, trial.number) for trial in board.trials), key=place)
 
 
-def _row(sweep: Sweep, board: Board, attempts: list[Attempt], number: int) -> Row:
+def _row(sweep: Sweep, board: Board, attempts: list[Attempt], under_way: list[Attempt], number: int) -> Row:
     trial, advances = board.trials[number], board.of_trial(number)
     failure = board.failure(number)
     reached = [advance for advance in advances if board.value(advance) is not None]
@@ -86,7 +88,7 @@ def _row(sweep: Sweep, board: Board, attempts: list[Attempt], number: int) -> Ro
     elif last is not None and last == advances[-1]:
         state, reason = ("done" if last.until == sweep.total else "paused"), None
     else:
-        state, reason = ("running" if any(attempt.end is None for attempt in own) else "waiting"), None
+        state, reason = ("running" if any(attempt in under_way for attempt in own) else "waiting"), None
     return Row(
         trial=number,
         values=trial.values,
@@ -192,7 +194,7 @@ def print_status(sweep: Sweep, console: Console) -> None:
     if (owner := sweep.owner()) is not None:
         console.print(Text(f"run by process {owner.get('pid', '?')} on {owner.get('host', '?')}"))
     for attempt in sweep.attempts():
-        if attempt.end is None:
+        if attempt.end is None and sweep.owner() is not None:
             advance = board.advances[attempt.advance]
             at = sweep.finished_steps(advance.trial, attempt.seed)
             line = f"  trial {advance.trial}, seed {attempt.seed}: step {at} of {advance.until}"
