@@ -252,6 +252,8 @@ def test_a_bundle_only_reads_the_run_and_replaces_no_file(begun, bundles, tmp_pa
         write_bundle(copied, 2, tmp_path / "2.zip")
     with pytest.raises(StorageError, match=r"no step 7; it has steps \[1, 2, 3\]"):
         write_bundle(copied, 7, tmp_path / "7.zip")
+    with pytest.raises(StorageError, match="lies in the folder of a run"):
+        write_bundle(copied, 2, copied.root / "2.zip")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2.zip", "copy"]
 
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from flows.audit.diagnose import SIGNS, diagnose
 from flows.cli import app
+from flows.run_folder import GoBack
 from storage import StorageError, open_run
 
 STEPS = 12
@@ -213,6 +214,18 @@ def test_a_real_run_is_read(tiny_run):
     assert result.unread == {}
     assert set(result.cannot) <= {"reward through form", "reward through length"}
     assert {"learning rate", "gradients", "ratios", "sampler gap", "KL", "reward errors"} <= set(result.absent)
+
+
+def test_queries_ask_the_history_that_was_looked_at(tiny_run):
+    still = ("trainer.total_training_steps=4", "actor_rollout_ref.actor.optim.lr=0")
+    train(tiny_run(*still))
+    run, _ = train(tiny_run(*still), back=GoBack(2, "advantages"))
+    for words, name in (([f"{run.root}#1"], f"'{run.root}#1'"), ([str(run.root)], str(run.root))):
+        shown = CliRunner().invoke(app, ["diagnose", *words])
+        assert shown.exit_code == 0
+        assert f"  grpoflow sql {name} " in shown.stdout
+    both = CliRunner().invoke(app, ["diagnose", f"{run.root}#1", "--lineage", "2"])
+    assert "is lineage 1, --lineage says 2" in str(both.exception)
 
 
 def test_the_command_tells_signs_with_queries_and_prints_plain_json(tmp_path):

@@ -133,6 +133,19 @@ def test_nothing_is_overwritten_or_put_into_a_run(sound, tmp_path):
     assert not (sound.root / "exported").exists() and list(tmp_path.iterdir()) == [there]
 
 
+def test_nothing_is_put_into_another_run_either(sound, tmp_path):
+    other = copy_of(sound, tmp_path)
+    with pytest.raises(StorageError, match="lies in the folder of a run"):
+        export(sound.root, other.root / "steps/rows.jsonl", "samples")
+
+
+def test_without_a_format_the_file_s_name_says_it(sound, tmp_path):
+    export(sound.root, tmp_path / "rows.parquet", "rollouts")
+    assert pq.read_table(tmp_path / "rows.parquet").num_rows == 96
+    with pytest.raises(ValueError, match="grpoflow sql --format csv"):
+        export(sound.root, tmp_path / "rows.csv", "rollouts")
+
+
 def test_a_failure_leaves_nothing(sound, tmp_path):
     run = copy_of(sound, tmp_path)
     flip_byte(run.step(3).used("rewards") / "part-00000.arrow")

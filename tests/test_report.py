@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from planted import rewrite, tokens_of
 from reports import blobs, unpacked
 from rich.console import Console
 from tiny_runs import run as train
@@ -149,6 +150,13 @@ def test_lineages_and_events_are_told(made):
     assert text.count('class="event opened"') == 2
     stages = {stage["stage"]: stage for stage in unpacked(text, "step-3")["stages"]}
     assert stages["rollouts"]["lineage"] == 2 and stages["rollouts"]["attempts"] == 1
+
+
+def test_commands_of_a_report_name_the_history_that_it_shows(made, tmp_path):
+    the_run, text = made
+    first = write_report(open_run(the_run.root, lineage=1), tmp_path / "first.html").path.read_text()
+    assert f"grpoflow report &#39;{the_run.root.name}#1&#39; --step" in first
+    assert f"grpoflow report {the_run.root.name} --step" in text
 
 
 def test_folders_and_secrets_stay_here(tmp_path, tiny_run_in):
@@ -360,6 +368,32 @@ def test_the_command_writes_a_file_and_says_what_is_in_it(made, tmp_path, monkey
     assert [path.name for path in tmp_path.iterdir()] == [f"{the_run.root.name}-report.html"]
     with pytest.raises(StorageError, match="is no run"):
         report_command(tmp_path, None, None, None)
+
+
+def test_a_report_is_not_put_into_a_run(copied):
+    for name in ("r.html", "config.yaml"):
+        told = CliRunner().invoke(app, ["report", str(copied.root), "-o", str(copied.root / name)])
+        assert "lies in the folder of a run" in str(told.exception)
+    assert not (copied.root / "r.html").exists()
+
+
+def test_ids_that_are_none_and_columns_that_are_not_aligned_are_told(copied, tmp_path):
+    row = next(i for i, ids in enumerate(tokens_of(copied, 2)) if len(ids) > 1)
+
+    def below_zero(columns):
+        columns["response_ids"][row] = [-5, *columns["response_ids"][row][1:]]
+        return columns
+
+    rewrite(copied, 2, "rollouts", below_zero)
+    write_report(copied, tmp_path / "r.html", steps=[2])
+
+    def shorter(columns):
+        columns["entropy"][row] = columns["entropy"][row][1:]
+        return columns
+
+    rewrite(copied, 2, "old_log_probs", shorter)
+    with pytest.raises(StorageError, match=f"entropy is not aligned with response_ids: .* in row {row} of"):
+        write_report(copied, tmp_path / "r.html", steps=[2])
 
 
 def test_a_report_leaves_the_run_as_it_was(copied, tmp_path):

@@ -322,6 +322,23 @@ def test_a_wrong_name_is_one_line_with_the_names_that_are_near(sound):
         rows(sound.root, "selec 1 from rewards")
 
 
+def test_columns_of_one_name_are_numbered_in_every_format(sound, capsys, tmp_path):
+    query = "select * from rewards r join rollouts o using (sample_id) where r.step = 1 and o.step = 1 limit 2"
+    have = rows(sound.root, query)[0]
+    assert len(have) == 2
+    assert {"step", "step_1", "group_id", "group_id_1"} <= have[0].keys()
+    assert json.loads(printed(capsys, sound.root, "select 1 as a, 2 as a, 3 as a_1", format="json").out) == [
+        {"a": 1, "a_2": 2, "a_1": 3}
+    ]
+    assert "group_id_1" in printed(capsys, sound.root, query).out.splitlines()[0]
+
+
+def test_a_value_that_python_has_not_is_one_line(sound):
+    told = CliRunner().invoke(app, ["sql", str(sound.root), "select * from test_all_types()"])
+    assert told.exit_code != 0
+    assert isinstance(told.exception, ValueError) and "cast it to varchar" in str(told.exception)
+
+
 def test_a_wrong_query_ends_with_code_2_and_one_line(sound):
     result = CliRunner().invoke(app, ["sql", str(sound.root), "select * from rewrds"])
     assert isinstance(result.exception, ValueError)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sqlite3
+from contextlib import closing
 
 import pytest
 from planted import (
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 
 from flows.audit.verify import CHECKS, verify
 from flows.audit.verify.base import Row
+from flows.audit.verify.step import Look
 from flows.cli import app
 from flows.run_folder import GoBack
 from storage import RunWriter, open_run
@@ -157,6 +160,16 @@ def test_a_run_that_went_back_passes_in_all_its_histories(tiny_run):
     for lineage in (1, 2):
         one = open_run(run.root, lineage=lineage)
         assert failures(verify(one, one.steps())) == {}
+        told = CliRunner().invoke(app, ["verify", f"{run.root}#{lineage}", "--steps", "3", "--json"])
+        assert json.loads(told.stdout)["lineage"] == lineage
+    path = run.root / "lineages/0002.json"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 1'))
+    report = report_of(run)
+    assert first(report, "documents").what == "lineages/0002.json says step 1, the ledger 2"
+    path.unlink()
+    report = report_of(run)
+    assert first(report, "documents").what == "lineages/0002.json is missing: the ledger tells of lineage 2"
+    assert "the check could not be made" not in str(failures(report))
 
 
 def test_rows_that_retention_let_go_are_not_kept_and_no_failure(tiny_run):
@@ -226,6 +239,72 @@ def test_a_number_changed_in_the_step_record_is_found(run):
     report = report_of(run)
     assert list(failures(report)) == ["step.json", "MLflow"]
     assert "critic/score/mean" in first(report, "step.json").what
+
+
+@pytest.mark.parametrize("text", ["", "\0\0", "[]", "{}", '{"metrics": 3, "artifacts": {}}'])
+def test_a_step_record_that_cannot_be_read_is_a_failure(run, text):
+    run.record_path(2).write_text(text)
+    report = report_of(run)
+    assert list(failures(report)) == ["files"]
+    row = first(report, "files")
+    assert row.step == 2
+    assert "step.json is damaged" in row.what
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("plan.json", None, "plan.json is missing"),
+        ("inputs.json", None, "inputs.json is missing"),
+        ("ledger.jsonl", None, "ledger.jsonl is missing"),
+        ("inputs.json", "{}", "inputs.json is damaged: it has no digests"),
+        ("tracking.json", "[]", "tracking.json is damaged: it is no JSON object"),
+        ("tracking.json", "", "tracking.json is damaged: Expecting value"),
+    ],
+)
+def test_a_document_that_is_gone_or_cannot_be_read_is_named(run, name, text, told):
+    (run.root / name).unlink()
+    if text is not None:
+        (run.root / name).write_text(text)
+    report = report_of(run)
+    assert list(failures(report)) == ["documents"]
+    assert first(report, "documents").what.startswith(told)
+
+
+def test_rows_that_a_running_run_lets_go_meanwhile_are_no_failure(run, monkeypatch):
+    """Retention drops a step's rows between two checks that read them."""
+    folder = folder_of(run, 2, "val_prompts")
+    make, checked = Look.table, []
+
+    def table(look, stage):
+        found = make(look, stage)
+        if (look.step, stage) == (2, "val_prompts") and not checked:
+            checked.append(stage)
+            (folder / "dropped.json").write_text('{"at": "now", "why": "storage.retention keeps the last step"}')
+            for part in folder.glob("part-*"):
+                part.unlink()
+        return found
+
+    monkeypatch.setattr(Look, "table", table)
+    report = report_of(run)
+    assert failures(report) == {}
+    assert any("was let go by storage.retention meanwhile" in why for why in report.accounts["rewards"].cannot)
+
+
+def test_a_checkpoint_that_a_running_run_lets_go_meanwhile_is_no_failure(run, monkeypatch):
+    from flows.audit.verify import policy
+
+    check = policy.check_checkpoint
+
+    def gone(checkpoint):
+        if checkpoint.step == 1:
+            shutil.rmtree(checkpoint.folder)
+        check(checkpoint)
+
+    monkeypatch.setattr(policy, "check_checkpoint", gone)
+    report = report_of(run)
+    assert failures(report) == {}
+    assert list(report.accounts["checkpoints"].cannot) == ["the run has let this checkpoint go meanwhile"]
 
 
 def test_b96_a_truncated_footer_is_found(run):
@@ -343,6 +422,18 @@ def test_rows_swapped_between_stages_are_named(run):
     assert "rows have changed places" in rows[0].what
 
 
+@pytest.mark.parametrize(("by", "where"), [(1, "behind"), (-1, "before")])
+def test_log_probs_that_stand_one_token_off_are_named_as_that(run, by, where):
+    def shift(columns):
+        columns["old_log_probs"] = [row[by:] + row[:by] for row in columns["old_log_probs"]]
+        return columns
+
+    rewrite(run, 2, "old_log_probs", shift)
+    report = report_of(run)
+    told = {row.what for row in report.accounts["rows"].rows}
+    assert told == {f"its log-probs are those of the token {where}"}
+
+
 def test_ids_swapped_between_groups_are_named(run):
     def swap(columns):
         columns["sample_id"][0], columns["sample_id"][4] = columns["sample_id"][4], columns["sample_id"][0]
@@ -444,6 +535,14 @@ def test_a_text_that_its_ids_do_not_decode_to_is_named(run):
     rewrite(run, 2, "rollouts", edit("response_text", 3, "another answer"))
     report = report_of(run)
     assert first(report, "text").sample_id == sample(run, 2, 3)
+
+
+def test_a_token_id_that_is_none_is_named_to_the_token(run):
+    row = next(i for i, ids in enumerate(tokens_of(run, 2)) if len(ids) > 2)
+    rewrite(run, 2, "rollouts", edit("response_ids", row, lambda ids: [ids[0], -5, *ids[2:]]))
+    found = first(report_of(run), "text")
+    assert (found.stage, found.sample_id, found.token) == ("rollouts", sample(run, 2, row), 1)
+    assert found.what == "token id -5 is none"
 
 
 def test_a_response_that_is_said_to_have_stopped_without_an_end_token_is_named(run):
@@ -591,6 +690,38 @@ def test_a_metric_logged_a_second_time_is_named(run):
     assert [(row.step, row.what.split(" in MLflow")[0]) for row in report.accounts["MLflow"].rows] == [
         (3, "actor/grad_norm is 99.0")
     ]
+
+
+def test_a_value_of_a_step_that_the_run_has_not_made_is_named(run):
+    from mlflow import MlflowClient
+
+    uri = json.loads((run.root / "tracking.json").read_text())["uri"]
+    lines = [json.loads(line) for line in (run.root / "tracking.jsonl").read_text().splitlines()]
+    mlflow_run = next(line["mlflow_run"] for line in lines if "mlflow_run" in line)
+    MlflowClient(tracking_uri=uri).log_metric(mlflow_run, "critic/score/mean", 1.0, step=9)
+    rows = report_of(run).accounts["MLflow"].rows
+    assert [(row.step, row.what) for row in rows] == [
+        (9, "critic/score/mean is 1.0 in MLflow, and the run has no such step")
+    ]
+
+
+def test_a_store_that_others_hold_is_no_failure_and_a_damaged_one_is_named(run, tmp_path):
+    store = tmp_path / "mlflow.db"
+    with closing(sqlite3.connect(store, isolation_level=None)) as other:
+        other.execute("begin exclusive")
+        report = report_of(run)
+    assert failures(report) == {}
+    assert list(report.accounts["MLflow"].cannot) == ["MLflow's store does not answer: database is locked"]
+    store.write_bytes(b"no database" * 1000)
+    report = report_of(run)
+    assert first(report, "MLflow").what == "MLflow's store is damaged: file is not a database"
+
+
+def test_an_empty_store_is_not_written(run, tmp_path):
+    (tmp_path / "mlflow.db").write_bytes(b"")
+    report = report_of(run)
+    assert list(report.accounts["MLflow"].cannot) == ["MLflow's store is empty"]
+    assert (tmp_path / "mlflow.db").read_bytes() == b""
 
 
 def test_a_store_that_is_away_is_no_failure(run, tmp_path):

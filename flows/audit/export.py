@@ -35,7 +35,8 @@ def export_any_command(source: str, out: Path, what: str, format: str | None, st
         source: `RUN` or `RUN@STEP`; of samples `RUN#LINEAGE` and `RUN#LINEAGE@STEP` too.
         out: a new file; of a checkpoint and with `hf` a new folder.
         what: one of `WHAT`.
-        format: one of `ROW_FORMATS`; None: `hf` of a checkpoint, `jsonl` of samples.
+        format: one of `ROW_FORMATS`; None: `hf` of a checkpoint; of samples `parquet` where `out` is called so, else
+            `jsonl`.
         steps: only these, as `A..B`; None: all that have rows.
         adapter: of a LoRA run's checkpoint, the adapter alone.
 
@@ -48,7 +49,7 @@ def export_any_command(source: str, out: Path, what: str, format: str | None, st
     if what != "checkpoint":
         if adapter:
             raise ValueError(f"--adapter goes with --what checkpoint, not with {what}")
-        return export_rows(source, out, what, format or "jsonl", steps)
+        return export_rows(source, out, what, format or _by_name(out), steps)
     if format not in (None, "hf"):
         raise ValueError(f"--format {format}: a checkpoint is written as hf; --what rollouts or samples as {format}")
     if steps is not None:
@@ -57,6 +58,13 @@ def export_any_command(source: str, out: Path, what: str, format: str | None, st
 
     refuse_inside(out, [parse_source(source)[0].root])
     return export_command(source, out, adapter)
+
+
+def _by_name(out: Path) -> str:
+    """Format of a file that is named and no format is."""
+    if out.suffix == ".csv":
+        raise ValueError(f"{out}: rows are exported as {', '.join(ROW_FORMATS)}; grpoflow sql --format csv writes CSV")
+    return "parquet" if out.suffix == ".parquet" else "jsonl"
 
 
 def export_rows(source: str, out: Path, what: str, format: str, steps: str | None) -> int:

@@ -96,7 +96,7 @@ def _decoded(file: Path, ids: Sequence[int]) -> Pieces:
     anchor = next((number for text in _ANCHORS if (number := tokenizer.token_to_id(text)) is not None), None)
     before = [] if anchor is None else [anchor]
     lead = tokenizer.decode(before, skip_special_tokens=False) if before else ""
-    known = [number for number in ids if tokenizer.id_to_token(number) is not None]
+    known = [number for number in ids if number >= 0 and tokenizer.id_to_token(number) is not None]
     decoded = tokenizer.decode_batch([[*before, number] for number in known], skip_special_tokens=False)
     texts: dict[int, str | bytes] = {}
     for number, text in zip(known, decoded, strict=True):

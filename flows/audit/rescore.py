@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.audit.sources import open_lineage
 from flows.audit.steps import parse_steps
 from flows.config import load_config
 from flows.run_folder import config_of
-from storage import Run, StorageError, open_run
+from storage import Run, StorageError
 from storage.ledger import StepView
 from tasks.config import RunConfig
 from tasks.reward import reward_rows
@@ -193,7 +194,7 @@ def rescore_command(
         as_json: print JSON.
         console: where to print.
     """
-    run = open_run(path)
+    run = open_lineage(path)
     chosen = [step for step in parse_steps(steps, run) if step or steps is not None]
     results = list(rescore(run, chosen, reward, overrides))
     if as_json:

@@ -83,13 +83,14 @@ def refuse_taken(path: Path, runs: Sequence[Path]) -> None:
 
 
 def refuse_inside(path: Path, runs: Sequence[Path]) -> None:
-    """Raise for a path in the folder of a run.
+    """Raise for a path in the folder of a run: of one of these, or of any other.
 
     Raises:
         StorageError: it lies there.
     """
-    for run in runs:
-        if path.resolve().is_relative_to(run.resolve()):
+    whole = path.resolve()
+    for folder in whole.parents:
+        if folder in {run.resolve() for run in runs} or (folder / "run.json").is_file():
             raise StorageError(
                 f"{path} lies in the folder of a run, which holds only what the run wrote. Name another."
             )
@@ -98,7 +99,10 @@ def refuse_inside(path: Path, runs: Sequence[Path]) -> None:
 def rows_of(batch: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
     """Rows as Python values; a map is a dict."""
     maps = [field.name for field in batch.schema if pa.types.is_map(field.type)]
-    rows: list[dict[str, Any]] = batch.to_pylist()
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except (OverflowError, ValueError) as error:  # a date before year 1, an interval of a million years
+        raise ValueError(f"a value cannot be shown ({error}); cast it to varchar, or use --format parquet") from error
     for name in maps:
         for row in rows:
             row[name] = None if row[name] is None else dict(row[name])

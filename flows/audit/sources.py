@@ -50,6 +50,25 @@ def open_source(word: str) -> Source:
     return Source(run, step, word.rstrip("/").rsplit("/", 1)[-1])
 
 
+def open_lineage(path: Path, lineage: int | None = None) -> Run:
+    """Open the run that a command with `--lineage` and `--step` of its own is given: a folder, or `RUN#LINEAGE`.
+
+    Raises:
+        StorageError: there is no such run or lineage. ValueError: two lineages, or a step, are named.
+    """
+    folder, named, step = _parts(str(path))
+    if step is not None and _holds_run(folder):
+        raise ValueError(f"{path}: this command takes a step as an option, see --help: {folder}")
+    if None not in (named, lineage) and named != lineage:
+        raise ValueError(f"{path} is lineage {named}, --lineage says {lineage}")
+    return open_run(folder, lineage if named is None else named) if _holds_run(folder) else open_run(path, lineage)
+
+
+def in_commands(run: Run, name: str) -> str:
+    """How a command names the history that a run is seen from, given what it calls the run."""
+    return name if run.lineage == max(run.lineages) else f"'{name}#{run.lineage}'"
+
+
 def open_sources(words: Sequence[str]) -> list[Source]:
     """Open several, each with a name of its own.
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from storage import Ragged
+from storage import Ragged, StorageError
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +32,16 @@ class TokenColumns:
 
     @classmethod
     def of(cls, columns: Mapping[str, pa.ChunkedArray]) -> TokenColumns:
-        """From the joined columns of a step; `response_ids` must be among them."""
+        """From the joined columns of a step; `response_ids` must be among them.
+
+        Raises:
+            StorageError: a column has more or fewer values than its response has tokens.
+        """
         ids = Ragged.from_arrow(columns["response_ids"])
         lengths = ids.lengths
+        for name in (*_STORED, "loss_mask"):
+            if name in columns:
+                _require_aligned(name, columns[name], lengths)
         raw = {name: _flat(columns[name], lengths) for name in _STORED if name in columns}
         floats: dict[str, np.ndarray] = {}
         rollout, old, ref = (raw.get(name) for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs"))
@@ -63,6 +71,17 @@ _STORED = {
     "rollout_is_weights": "is_weight",
 }
 """Stored token columns, and under which name each is kept as it is."""
+
+
+def _require_aligned(name: str, column: pa.ChunkedArray, lengths: np.ndarray) -> None:
+    own = pc.fill_null(pc.list_value_length(column), -1).to_numpy()
+    wrong = np.flatnonzero((own >= 0) & (own != lengths))
+    if len(wrong):
+        row = int(wrong[0])
+        raise StorageError(
+            f"{name} is not aligned with response_ids: {own[row]} values for {lengths[row]} tokens in row {row} of the "
+            "rollouts; see grpoflow verify"
+        )
 
 
 def _flat(column: pa.ChunkedArray, lengths: np.ndarray) -> np.ndarray:

@@ -21,8 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.audit.pieces import Pieces, pieces_of
+from flows.audit.sources import open_lineage
 from flows.audit.token_columns import TokenColumns, kl_k3
-from storage import StorageError, open_run
+from storage import StorageError
 from storage.ledger import StepView
 
 _COLUMNS = (
@@ -93,7 +94,7 @@ def show_tokens(
     """Print a sample's tokens, or those of the first samples of a step, and the tokens whose value is largest.
 
     Args:
-        path: the run's folder.
+        path: the run's folder, or `RUN#LINEAGE`.
         step: the step; None: the sample's, or the last one that has rollouts.
         sample: the sample's id; None: the step's first ones.
         by: a name in `BY`.
@@ -109,7 +110,7 @@ def show_tokens(
     """
     if by not in BY:
         raise ValueError(f"--by {by}: there are {', '.join(BY)}")
-    run = open_run(path)
+    run = open_lineage(path)
     view = run.step(_step(run.steps(), sample) if step is None else step)
     samples = _samples(view, sample, by)
     pieces = pieces_of(run, sorted({int(number) for one in samples for number in np.unique(one.ids)}), tokenizer)

@@ -30,10 +30,12 @@ from flows.audit.bundle.model_files import files_of_model
 from flows.audit.bundle.user_code import files_of_rewards
 from flows.audit.replay.inputs import as_it_was
 from flows.audit.replay.one_process import Policy, for_one_process, on_cpu_for_certain
+from flows.audit.rows_out import refuse_inside
+from flows.audit.sources import open_lineage
 from flows.config import to_yaml
 from flows.recover import newest_checkpoint, planned_steps
 from flows.run_folder import config_of, first_weights_digest
-from storage import Run, StorageError, open_run
+from storage import Run, StorageError
 from storage.artifacts import MANIFEST, check_parts, read_manifest, stored_part
 from storage.checkpoints import Checkpoint, folder_name, save_checkpoint
 from storage.durable import sha256_json
@@ -80,11 +82,13 @@ def write_bundle(
         What `bundle.json` holds.
 
     Raises:
-        StorageError, ValueError: the step, its rows, the policy before it or the model are not there.
+        StorageError, ValueError: the step, its rows, the policy before it or the model are not there, or the file
+            would lie in a run's folder.
         FileExistsError: the file is there.
     """
     if target.exists():
         raise FileExistsError(f"{target} is there already. Give -o another name.")
+    refuse_inside(target, [run.root])
     view, lineage = run.step(step), run.lineage_of(step)
     if not view.stages():
         raise StorageError(f"{run.root} has no step {step}; it has steps {run.steps()}")
@@ -313,7 +317,7 @@ def bundle_command(
         lineage: which of the run's histories; None: the newest.
         console: where to print.
     """
-    run = open_run(path, lineage)
+    run = open_lineage(path, lineage)
     target = out or Path(f"{run.identity['name']}-step-{step:06d}.zip")
     about = write_bundle(run, step, target, overrides=overrides, say=lambda text: console.print(Text(text, "dim")))
     size, policy = target.stat().st_size, about["policy"]["version"]

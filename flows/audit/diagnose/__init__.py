@@ -12,9 +12,10 @@ from rich.console import Console
 
 from flows.audit.diagnose import batch, update
 from flows.audit.diagnose.base import Found, History, TooLittle, gather
+from flows.audit.sources import in_commands, open_lineage
 from flows.audit.steps import in_words, parse_steps
-from flows.run_folder import config_of
-from storage import Run, StorageError, open_run
+from flows.run_folder import config_of, short
+from storage import Run, StorageError
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,12 @@ def diagnose_command(path: Path, steps: str | None, *, lineage: int | None, as_j
         ValueError: `steps` cannot be read.
         StorageError: there is no run, or it has no such step.
     """
-    run = open_run(path, lineage)
+    run = open_lineage(path, lineage)
     result = diagnose(run, parse_steps(steps, run))
     if as_json:
         print(json.dumps(as_values(result), indent=1))
     else:
-        show(result, path, console)
+        show(result, in_commands(run, short(run.root)), console)
     return 0
 
 
@@ -134,14 +135,14 @@ def as_values(result: Diagnosis) -> dict[str, Any]:
     }
 
 
-def show(result: Diagnosis, path: Path, console: Console) -> None:
+def show(result: Diagnosis, run: str, console: Console) -> None:
     """The signs that are there first, with how to see more, then those that are not."""
     which = f"{result.run.run_id}, lineage {result.run.lineage}: steps {in_words(result.steps)}"
     console.print(which, markup=False)
     for name, found in result.found.items():
         console.print(f"\n{name}", style="bold red", markup=False)
         console.print(f"  {found.says}.", markup=False, soft_wrap=True)
-        console.print(f'  grpoflow sql {path} "{found.query}"', style="dim", markup=False, soft_wrap=True)
+        console.print(f'  grpoflow sql {run} "{found.query}"', style="dim", markup=False, soft_wrap=True)
     if result.absent:
         console.print(f"\nno sign of: {', '.join(result.absent)}", markup=False, soft_wrap=True)
     for name, why in result.cannot.items():

@@ -232,9 +232,11 @@ def reward_collapse(history: History) -> Found | None:
         return None
     behind = zip(steps[best:], scores[best:], strict=True)
     shown = [step for step, score in behind if score <= peak - least] or [steps[-1]]
+    over = f"steps {steps[best]} to {steps[best + width - 1]}, the median of which is {peak:.3g}"
     return Found(
-        f"the mean score had reached {peak:.3g} by step {steps[best + width - 1]} and is {last:.3g} at the end; it "
-        f"fell first at step {shown[0]}. Compare the steps before and after with grpoflow diff",
+        f"the mean score was best over {over}; the median of the last {width} is {last:.3g}. It fell first at step "
+        f"{shown[0]}, whose policy the update of the step before has made: look at that one's learning rate, ratios "
+        "and gradients",
         shown,
         {"best": peak, "last": last, "gain": gain},
         metric_query("critic/score/mean", "actor/grad_norm", "actor/entropy", "response_length/mean"),

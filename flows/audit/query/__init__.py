@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,12 +123,23 @@ def ask(connection: duckdb.DuckDBPyConnection, seen: Seen, query: str) -> pa.Rec
                 "describe, summarize, show or explain."
             )
         reader = connection.sql(query).to_arrow_reader(ROWS_PER_BATCH)
-    return pa.RecordBatchReader.from_batches(reader.schema, _batches(reader, seen, query))
+    schema = _told_apart(reader.schema)
+    return pa.RecordBatchReader.from_batches(schema, _batches(reader, schema, seen, query))
 
 
-def _batches(reader: pa.RecordBatchReader, seen: Seen, query: str) -> Iterator[pa.RecordBatch]:
+def _batches(reader: pa.RecordBatchReader, schema: pa.Schema, seen: Seen, query: str) -> Iterator[pa.RecordBatch]:
     with _told(seen, query):
-        yield from reader
+        for batch in reader:
+            yield pa.RecordBatch.from_arrays(batch.columns, schema=schema)
+
+
+def _told_apart(schema: pa.Schema) -> pa.Schema:
+    """Columns of one name, such as a join with `select *` gives, are numbered: `score`, `score_1`."""
+    names: list[str] = []
+    for name in schema.names:
+        free = (f"{name}_{number}" for number in count(1))
+        names.append(name if name not in names else next(each for each in free if each not in {*names, *schema.names}))
+    return pa.schema([column.with_name(name) for column, name in zip(schema, names, strict=True)])
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from flows.audit.bundle.unpack import unpacked
 from flows.audit.compare import Where
 from flows.audit.replay import Replayed, Replayer
 from flows.audit.replay.one_process import DEVICES
-from storage import Run, open_run
+from flows.audit.sources import open_lineage
+from storage import Run
 
 DIFFERS, CANNOT = 6, 2
 """Exit codes."""
@@ -82,7 +83,7 @@ def exit_code(results: Sequence[Replayed], *, by_name: bool) -> int:
 @contextmanager
 def _opened(source: Path, lineage: int | None, tell: Callable[[str], None]) -> Iterator[tuple[Run, dict | None]]:
     if not source.is_file():
-        yield open_run(source, lineage), None
+        yield open_lineage(source, lineage), None
         return
     with unpacked(source) as (run, about):
         then, now = about.get("versions", {}), versions()

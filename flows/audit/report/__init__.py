@@ -12,8 +12,10 @@ from flows.audit.report.page import render
 from flows.audit.report.private import public_text
 from flows.audit.report.run_data import about_run, config_of_run, config_rows, curves, plan_counts, plan_of_run
 from flows.audit.report.step_data import step_data
+from flows.audit.rows_out import refuse_inside
+from flows.audit.sources import in_commands, open_lineage, steps_named
 from flows.audit.steps import in_words
-from storage import Run, StorageError, open_run
+from storage import Run, StorageError
 from storage.durable import full_disk_told
 
 FILE_NAME = "report.html"
@@ -53,13 +55,17 @@ def report_command(
     """Write a report and say what is in it; see `write_report`.
 
     Raises:
-        StorageError: there is no such run or step.
+        StorageError: there is no such run or step, or the file lies in a run's folder.
     """
-    run = open_run(path, lineage)
-    other = open_run(compare) if compare is not None else None
+    run = open_lineage(path, lineage)
+    other = open_lineage(compare) if compare is not None else None
     file = out if out is not None else Path(f"{run.root.name}-report.html")
+    refuse_inside(file, [run.root])
+    if file.is_dir():
+        raise StorageError(f"{file} is a folder. Name a file in it.")
+    file.parent.mkdir(parents=True, exist_ok=True)
     made = write_report(run, file, steps=steps, compare=other, verified=verified, tokenizer=tokenizer)
-    inside = f"with the batches of steps {in_words(made.steps)}" if made.steps else "with no step's batch"
+    inside = f"with the batches of {steps_named(made.steps)}" if made.steps else "with no step's batch"
     return f"{made.path}: {made.bytes / 1e6:.1f} MB, {inside}. Open it in a browser."
 
 
@@ -134,7 +140,7 @@ def _shown(run: Run, plan: dict[str, Any], chosen: Sequence[int], compare: Run |
     """What the template shows of plan, configuration and checks."""
     config = config_of_run(run)
     return {
-        "folder": run.root.name,
+        "folder": in_commands(run, run.root.name),
         "compare": _other_name(run, compare),
         "steps_in_words": in_words(chosen),
         "planned_steps": plan.get("total_steps"),

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flows.audit.sources import open_lineage
 from flows.audit.steps import in_words, parse_steps
 from flows.audit.verify import (
     advantages,
@@ -31,7 +32,7 @@ from flows.audit.verify import (
 )
 from flows.audit.verify.base import Account, Bench, Cannot
 from flows.audit.verify.step import Look
-from storage import Run, open_run
+from storage import Run, StorageError
 from storage.artifacts import forget_checked
 
 FAILED = 6
@@ -171,6 +172,9 @@ def _guarded(account: Account, look: Look | None, check: Callable[[Account], Non
     except Cannot as reason:
         account.skip(str(reason), step)
     except Exception as error:
+        if isinstance(error, StorageError | OSError) and look is not None and (gone := look.dropped_since()):
+            account.skip(f"{', '.join(gone)} was let go by storage.retention meanwhile", step)
+            return
         # What a check trips over is a value that no check expects: the artifact is not what it should be.
         account.fail(f"the check could not be made: {type(error).__name__}: {error}", step)
 
@@ -179,7 +183,7 @@ def _keep_metrics(look: Look, recorded: metrics.Recorded) -> None:
     try:
         if look.record is not None:
             recorded.add(look.step, look.record["metrics"])
-    except (Cannot, KeyError):
+    except Cannot:
         return
 
 
@@ -222,7 +226,7 @@ def verify_command(
         ValueError: `rescore` or `steps` cannot be read.
         StorageError: there is no run, or it has no such step.
     """
-    run = open_run(path, lineage)
+    run = open_lineage(path, lineage)
     report = verify(run, parse_steps(steps, run), rescore=_number(rescore), deep=deep)
     if as_json:
         print(json.dumps(as_values(report, deep), indent=1))
@@ -234,7 +238,7 @@ def verify_command(
 def _number(text: str) -> int | None:
     if text == "all":
         return None
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise ValueError(f"--rescore {text}: give a number of samples a step, or all")
     return int(text)
 

@@ -134,6 +134,8 @@ class Bench:
         Raises:
             Cannot: the run's configuration cannot be read.
         """
+        if lineage not in self.run.lineages:
+            raise Cannot(f"the run has no lineage {lineage}, see `documents`")
         if lineage not in self._configs:
             try:
                 cfg = config_of(self.run, lineage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,8 +12,8 @@ import pyarrow.compute as pc
 
 from flows.audit.verify.base import Account, Bench, Cannot
 from flows.audit.verify.step import Look
-from storage import StorageError
-from storage.artifacts import MANIFEST, PACKED, Part, check_parts, read_manifest, stored_part, unpacked
+from storage import Run, StorageError
+from storage.artifacts import MANIFEST, PACKED, Manifest, Part, check_parts, read_manifest, stored_part, unpacked
 from storage.durable import sha256_json
 from storage.schema import FORMAT_VERSION, schema_of
 from tasks.config import RunConfig
@@ -25,7 +26,7 @@ VOCABULARY = {
 
 
 def documents(bench: Bench, account: Account) -> None:
-    """The texts a run was begun with are what `run.json` says, and every lineage's can be read."""
+    """The texts a run was begun with are what `run.json` says, they are all there, and every lineage's can be read."""
     run = bench.run
     for name, digest in run.identity.get("documents", {}).items():
         path = run.root / name
@@ -40,24 +41,57 @@ def documents(bench: Bench, account: Account) -> None:
             bench.cfg(number)
         except Cannot as reason:
             account.fail(f"lineage {number}: {reason}")
-    for name in ("plan.json", "inputs.json"):
-        for path in sorted({run.root / lineage.file_name(name) for lineage in run.lineages.values()}):
-            if path.is_file():
+    for name, entries in _DOCUMENTS.items():
+        for number, lineage in run.lineages.items():
+            path = run.root / lineage.file_name(name)
+            # The run's own is written before its first step; a later lineage has one of its own where it differs.
+            if path.is_file() or (number == 1 and name in _ALWAYS and any(run.steps())):
                 account.look()
-                _require_json(path, account)
+                _require_json(path, entries, account)
+    _check_lineages(run, account)
     _read_ledger(run.root / "ledger.jsonl", bench, account)
 
 
-def _require_json(path: Path, account: Account) -> None:
+_DOCUMENTS = {"plan.json": ("total_steps",), "inputs.json": ("digests",), "tracking.json": ("uri",)}
+"""Documents of a lineage, and the entries without which each is none."""
+
+_ALWAYS = ("plan.json", "inputs.json")
+
+
+def _require_json(path: Path, entries: Sequence[str], account: Account) -> None:
     try:
-        json.loads(path.read_bytes())
-    except ValueError as error:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        account.fail(f"{path.name} is missing")
+    except (ValueError, OSError) as error:
         account.fail(f"{path.name} is damaged: {error}")
+    else:
+        if not isinstance(values, dict) or (lacking := [name for name in entries if name not in values]):
+            what = f"it has no {lacking[0]}" if isinstance(values, dict) else "it is no JSON object"
+            account.fail(f"{path.name} is damaged: {what}")
+
+
+def _check_lineages(run: Run, account: Account) -> None:
+    """Where each lineage branched off is what the ledger tells of it."""
+    told = {event["lineage"]: event for event in run.events() if event["event"] == "lineage" and "lineage" in event}
+    for number, event in told.items():
+        account.look()
+        lineage = run.lineages.get(number)
+        if lineage is None:
+            account.fail(f"lineages/{number:04d}.json is missing: the ledger tells of lineage {number}")
+            continue
+        for name in ("parent", "step", "stage"):
+            have = getattr(lineage, name)
+            if name in event and event[name] != have:
+                account.fail(f"lineages/{number:04d}.json says {name} {have}, the ledger {event[name]}")
 
 
 def _read_ledger(path: Path, bench: Bench, account: Account) -> None:
     """A line torn by a crash is told, not counted: no reader takes it for an event."""
-    lines = path.read_bytes().splitlines() if path.is_file() else []
+    if not path.is_file():
+        account.fail("ledger.jsonl is missing")
+        return
+    lines = path.read_bytes().splitlines()
     torn = 0
     for line in lines:
         try:
@@ -74,6 +108,7 @@ def _read_ledger(path: Path, bench: Bench, account: Account) -> None:
 
 def files(look: Look, account: Account) -> None:
     """Every part has the size and SHA-256 of its manifest, whose own checksum holds, and reads as the rows it says."""
+    _require_record(look, account)
     for stage in look.stages:
         try:
             manifest = look.manifest(stage)
@@ -84,15 +119,34 @@ def files(look: Look, account: Account) -> None:
         if look.is_dropped(stage):
             account.skip(f"{stage} is not kept (storage.retention)", look.step)
             continue
-        folder = look.artifact(stage).folder
         account.look(len(manifest.parts))
-        try:
-            check_parts(folder, manifest)
-            for part in manifest.parts:
-                _check_rows(folder, part)
-        except (StorageError, OSError) as error:
-            account.fail(str(error), look.step, stage)
+        what = _wrong_with_parts(look, stage, manifest)
+        if what is not None and (what := _wrong_with_parts(look, stage, manifest)) is not None:
+            account.fail(what, look.step, stage)
     _look_at_other_attempts(look)
+
+
+def _require_record(look: Look, account: Account) -> None:
+    try:
+        _ = look.record
+    except Cannot as reason:
+        account.look()
+        account.fail(str(reason), look.step)
+
+
+def _wrong_with_parts(look: Look, stage: str, manifest: Manifest) -> str | None:
+    """What is wrong with an artifact's files; None: nothing, or retention has let them go in the meantime.
+
+    Asked twice before it counts: the run may be compressing these very files.
+    """
+    folder = look.artifact(stage).folder
+    try:
+        check_parts(folder, manifest)
+        for part in manifest.parts:
+            _check_rows(folder, part)
+    except (StorageError, OSError) as error:
+        return None if look.is_dropped(stage) else str(error)
+    return None
 
 
 def _check_rows(folder: Path, part: Part) -> None:
@@ -207,6 +261,8 @@ def parents(look: Look, account: Account) -> None:
             own = (manifest.run_id, manifest.step, manifest.stage)
             if own != (look.run.run_id, look.step, stage):
                 account.fail(f"its manifest says run {own[0]}, step {own[1]}, stage {own[2]}", look.step, stage)
+            if manifest.lineage not in look.run.lineages:
+                account.fail(f"it is of lineage {manifest.lineage}, which the run has not", look.step, stage)
             _check_key(look, stage, account)
             for parent, digest in manifest.parents.items():
                 with account.attempt(look.step):

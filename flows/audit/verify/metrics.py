@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,15 +218,51 @@ def in_mlflow(bench: Bench, recorded: Recorded, account: Account) -> None:
     if not path.is_file():
         raise Cannot("the run is not tracked in MLflow")
     try:
-        story = json.loads(path.read_bytes())
-        with stored_history(run, story["uri"]) as history:
+        uri = json.loads(path.read_bytes())["uri"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Cannot("tracking.json is damaged, see `documents`") from error
+    if not _holds_tables(uri, account):
+        return
+    from sqlalchemy.exc import DatabaseError, OperationalError
+
+    try:
+        with stored_history(run, uri) as history:
             _compare_history(run, history, recorded, account)
+    except OperationalError as error:
+        raise Cannot(f"MLflow's store does not answer: {error.orig}") from error
+    except DatabaseError as error:
+        account.fail(f"MLflow's store is damaged: {error.orig}")
     except (NoStore, ValueError, KeyError) as error:
         raise Cannot(f"MLflow's values cannot be read: {error}") from error
 
 
+def _holds_tables(uri: str, account: Account) -> bool:
+    """Whether a store can be opened; False where it is damaged, which is told.
+
+    MLflow makes its tables in an SQLite file that has none, and nothing is written here, so this is asked of the file.
+
+    Raises:
+        Cannot: it holds nothing of MLflow's, or does not answer.
+    """
+    path = Path(uri.removeprefix("sqlite:///"))
+    if not uri.startswith("sqlite:///") or not path.is_file():
+        return True
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as store:
+            found = store.execute("select count(*) from sqlite_master where name = 'metrics'").fetchone()[0]
+    except sqlite3.OperationalError as error:
+        raise Cannot(f"MLflow's store does not answer: {error}") from error
+    except sqlite3.DatabaseError as error:
+        account.fail(f"MLflow's store is damaged: {error}")
+        return False
+    if not found:
+        raise Cannot("MLflow's store is empty")
+    return True
+
+
 def _compare_history(run: Run, history: History, recorded: Recorded, account: Account) -> None:
     sent = {line["step"] for line in read_json_lines(run.document("tracking.jsonl")) if "step" in line}
+    made = {*run.steps(), *sent}
     if waiting := [step for step in recorded.steps if step not in sent]:
         account.skip("MLflow has not been sent this step yet (grpoflow deliver)", waiting[0])
     for name in recorded.values:
@@ -234,6 +273,8 @@ def _compare_history(run: Run, history: History, recorded: Recorded, account: Ac
         for step, value in recorded.of(name):
             if step in sent:
                 _compare_stored(name, step, value, stored.get(step, []), account)
+        for step in sorted(stored.keys() - made):
+            account.fail(f"{name} is {stored[step][0]} in MLflow, and the run has no such step", step)
         latest = history.latest.get(key)
         if latest is not None and stored and not any(latest in values for values in stored.values()):
             account.fail(f"{name} is shown as {latest} by MLflow, no step has this value")

@@ -130,6 +130,8 @@ def saved(bench: Bench, steps: Iterable[int], account: Account) -> None:
                 for what in _wrong_with(checkpoint, run, bench.cfg(run.lineage_of(checkpoint.step))):
                     account.fail(f"checkpoint {name}: {what}", checkpoint.step)
             except (StorageError, OSError, ValueError, KeyError) as error:
+                if not checkpoint.folder.is_dir():
+                    raise Cannot("the run has let this checkpoint go meanwhile") from error
                 account.fail(f"checkpoint {name}: {error}", checkpoint.step)
 
 

@@ -53,7 +53,7 @@ def _check_score(
     # The built-in function of a data source has weight 1.
     wanted = sum(weights.get(name, 1.0) * part for name, part in parts.items() if part is not None)
     account.look(1, abs(score - wanted))
-    if abs(score - wanted) > SAME_SCORE * max(1.0, abs(wanted)):
+    if not abs(score - wanted) <= SAME_SCORE * max(1.0, abs(wanted)):
         account.fail(f"score is {score:g}, its parts make {wanted:g}", look.step, stage, sample)
 
 
@@ -73,7 +73,10 @@ def rewards(look: Look, account: Account) -> None:
             if known is not None and known != pool.code_digest:
                 raise Cannot("the source of the reward functions is another one than the run's")
             _ = look.table(prompts_of(stage))
-            rows = reward_rows(look.artifact(prompts_of(stage)), look.artifact(base_of(stage)))
+            try:
+                rows = reward_rows(look.artifact(prompts_of(stage)), look.artifact(base_of(stage)))
+            except KeyError as error:
+                raise Cannot("a response answers no prompt, see `ids`") from error
             chosen = _chosen(look, stage, rows, stored["status"].to_pylist())
             verdicts = _scored(pool, [rows[i] for i in chosen])
             account.look(len(chosen))

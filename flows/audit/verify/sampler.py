@@ -21,6 +21,9 @@ TWO_POLICIES = 1.0
 """Mean |difference| of the sampler's and the policy's log-probs of one response, nats, from which on the two are hardly
 of the same tokens: rounding, also in bfloat16, stays below a tenth of it."""
 
+SAME = TWO_POLICIES / 10
+"""Up to here they are."""
+
 
 def retokenised(look: Look, account: Account) -> None:
     """No response is its own text encoded again: log-probs and ending belong to the tokens as they were sampled.
@@ -57,9 +60,15 @@ def _suspects(look: Look, stage: str, table: pa.Table, ids: Ragged) -> dict[int,
             if length is not None and length != len(ids[row]):
                 found[row] = f"{name} has values of {length} tokens"
     for row, gap in _gaps(look, stage, ids):
-        if gap > TWO_POLICIES:
+        if gap > TWO_POLICIES and not _elsewhere(look, stage, row):
             found.setdefault(row, f"the policy's log-probs differ from the sampler's by {gap:.2g} nats a token")
     return found
+
+
+def _elsewhere(look: Look, stage: str, row: int) -> bool:
+    """Whether the policy's log-probs of a row are the sampler's of a neighbouring token or of another sample."""
+    sampled, old = _two_log_probs(look, stage)
+    return bool(_shift(sampled[row], old[row])) or any(_gap(one, old[row]) <= SAME for one in sampled)
 
 
 def _lengths(look: Look, stage: str, other: str, name: str) -> Iterable[int | None]:
@@ -110,7 +119,7 @@ _KIND = {"log_probs": "processed", "temperature": 1.0, "filters": "none"}
 
 
 def rows(look: Look, account: Account) -> None:
-    """The log-probs of a row are those of the sample that it names, not of another one of the step."""
+    """The log-probs of a row are those of the tokens of its sample, not of neighbours or of another sample."""
     for stage in ("rollouts",) if "old_log_probs" in look.stages else ():
         with account.attempt(look.step):
             table = need_samples(look, stage)
@@ -118,18 +127,28 @@ def rows(look: Look, account: Account) -> None:
             names = table["sample_id"].to_pylist()
             account.look(len(names))
             for row, name in enumerate(names):
-                if _far(sampled[row], old[row]):
-                    others = [n for i, n in enumerate(names) if i != row and not _far(sampled[i], old[row])]
-                    if others:
-                        says = f"its log-probs are those of {others[0]}: rows have changed places"
-                        account.fail(says, look.step, "old_log_probs", name)
+                if _gap(sampled[row], old[row]) <= TWO_POLICIES:
+                    continue
+                if by := _shift(sampled[row], old[row]):
+                    says = f"its log-probs are those of the token {'before' if by < 0 else 'behind'}"
+                    account.fail(says, look.step, "old_log_probs", name, 0)
+                elif others := [n for i, n in enumerate(names) if i != row and _gap(sampled[i], old[row]) <= SAME]:
+                    says = f"its log-probs are those of {others[0]}: rows have changed places"
+                    account.fail(says, look.step, "old_log_probs", name)
 
 
-def _far(sampled: np.ndarray, old: np.ndarray) -> bool:
-    """Whether two rows of log-probs are hardly of the same tokens."""
+def _gap(sampled: np.ndarray, old: np.ndarray) -> float:
+    """Mean |difference| of two rows of log-probs, nats; infinite where they are not as long."""
     if len(sampled) != len(old):
-        return True
-    return len(old) > 0 and float(np.abs(sampled.astype(np.float64) - old).mean()) > TWO_POLICIES
+        return float("inf")
+    return float(np.abs(sampled.astype(np.float64) - old).mean()) if len(old) else 0.0
+
+
+def _shift(sampled: np.ndarray, old: np.ndarray) -> int:
+    """1 or -1 where the policy's log-probs stand one token too early or too late; 0: they do not."""
+    if len(sampled) != len(old) or len(old) < 3:
+        return 0
+    return 1 if _gap(sampled[1:], old[:-1]) <= SAME else -1 if _gap(sampled[:-1], old[1:]) <= SAME else 0
 
 
 def duplicates(look: Look, account: Account) -> None:

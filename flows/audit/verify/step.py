@@ -38,6 +38,7 @@ class Look:
                 continue
             if folder is not None:
                 self._folders[name] = folder
+        self._dropped = {name for name in self._folders if self.is_dropped(name)}
 
     @property
     def stages(self) -> list[str]:
@@ -56,9 +57,15 @@ class Look:
             Cannot: it is damaged.
         """
         try:
-            return self.view.record
+            record = self.view.record
         except StorageError as error:
             raise Cannot(str(error)) from error
+        if record is not None:
+            odd = [name for name in ("metrics", "artifacts") if not isinstance(_entry(record, name), dict)]
+            if odd:
+                path = self.run.record_path(self.step)
+                raise Cannot(f"{path} is damaged (it has no {odd[0]}). Remove it: the step is then finished again.")
+        return record
 
     def manifest(self, stage: str) -> Manifest:
         """Manifest of the attempt that the step used.
@@ -88,6 +95,10 @@ class Look:
         """Whether retention has let its rows go."""
         folder = self._folders.get(stage)
         return isinstance(folder, Path) and (folder / DROPPED).exists()
+
+    def dropped_since(self) -> list[str]:
+        """Artifacts whose rows retention has let go since this step was first looked at: the run is going on."""
+        return [stage for stage in self._folders if stage not in self._dropped and self.is_dropped(stage)]
 
     def table(self, stage: str) -> pa.Table:
         """Its rows, memory-mapped.
@@ -126,6 +137,10 @@ class Look:
         if None in rows or len(places) != table.num_rows or len(rows) != table.num_rows:
             raise Cannot(f"{stage} does not hold the samples of {to}, see `ids`")
         return table.select(list(columns)).take(pa.array(rows))
+
+
+def _entry(record: Any, name: str) -> Any:
+    return record.get(name) if isinstance(record, dict) else None
 
 
 def place_of(rows: Ragged, value: int) -> tuple[int, int]:

@@ -116,11 +116,19 @@ def text(look: Look, account: Account) -> None:
     for stage in look.having(*RESPONSES):
         with account.attempt(look.step):
             table, tokenizer = look.table(stage), look.bench.tokenizer
-            rows = [row.tolist() for row in Ragged.from_arrow(table["response_ids"])]
-            decoded = tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
+            ids = Ragged.from_arrow(table["response_ids"])
+            rows = [row.tolist() for row in ids]
             account.look(len(rows))
+            for place in np.flatnonzero(ids.values < 0):
+                row, token = place_of(ids, int(place))
+                says = f"token id {ids.values[place]} is none"
+                account.fail(says, look.step, stage, str(table["sample_id"][row]), token)
+                rows[row] = []
+            decoded = tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
             stored = table["response_text"].to_pylist()
             for row, (have, want) in enumerate(zip(stored, map(escape_surrogates, decoded), strict=True)):
+                if len(rows[row]) != ids.lengths[row]:
+                    continue
                 if have != want:
                     says = f"response_text is {_brief(have)}, its ids decode to {_brief(want)}"
                     account.fail(says, look.step, stage, str(table["sample_id"][row]))
