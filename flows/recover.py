@@ -131,6 +131,6 @@ def planned_steps(run: Run, lineage: int) -> int | None:
     path = run.root / run.lineages[lineage].file_name("plan.json")
     try:
         steps: int | None = json.loads(path.read_bytes())["total_steps"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return steps

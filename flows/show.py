@@ -272,7 +272,7 @@ def _show_sample(view: StepView, sample: str, as_json: bool, console: Console) -
         rows = table.filter(pc.equal(table[key], pa.scalar(value, pa.large_string()))).to_pylist()
         if rows:
             found[stage] = rows[0]
-    if not any(found.values()):
+    if not any(row for stage, row in found.items() if not without_round(stage).endswith("prompts")):
         raise StorageError(f"step {view.index} has no sample {sample!r}; `show --stage rollouts` lists them")
     if as_json:
         console.out(json.dumps(found, default=str))

@@ -260,7 +260,7 @@ def _prompts(digest: str, rows: int) -> PreparedPrompts:
 
 def _weights_digest(view: StepView) -> str | None:
     try:
-        digest: str | None = view.table("updates", ["weights_digest"])["weights_digest"].to_pylist()[-1]
+        digests: list[str] = view.table("updates", ["weights_digest"])["weights_digest"].to_pylist()
     except (FileNotFoundError, StorageError):
         return None
-    return digest
+    return digests[-1] if digests else None

@@ -188,7 +188,10 @@ class StepView:
         """The step as a whole: metrics and digests; None when the step is not finished."""
         path = self.run.record_path(self.index)
         try:
-            return json.loads(path.read_text()) if path.is_file() else None
+            values = json.loads(path.read_text()) if path.is_file() else None
+            if values is not None and not (isinstance(values, dict) and isinstance(values.get("metrics"), dict)):
+                raise ValueError("it is no record of a step")
+            return values
         except ValueError as error:
             raise StorageError(
                 f"{path} is damaged ({error}). Remove it: the step is then finished again from its stages."

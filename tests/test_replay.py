@@ -19,11 +19,13 @@ from typer.testing import CliRunner
 from flows.audit.compare import Bound, compare_tables
 from flows.audit.replay import Replayed, Replayer, replay_step
 from flows.audit.replay.command import exit_code, replay_command
+from flows.audit.replay.one_process import on_cpu_for_certain
 from flows.cli import app
 from flows.run_folder import GoBack
 from storage import Ragged, RunWriter, StorageError, build_table, open_run
 from storage.durable import sha256_json
 from storage.retention import Retention, drop, what_to_drop
+from tasks.config import RunConfig
 from tasks.engines import transformers_engine
 
 ONE_STEP = "trainer.total_training_steps=1"
@@ -458,6 +460,18 @@ def test_each_history_of_a_run_that_went_back_replays_under_its_own_configuratio
     for step in (1, 2):
         all_equal(replay_step(old, step))
         all_equal(replay_step(new, step))
+
+
+def test_the_device_of_a_run_on_any_device_is_the_one_that_its_artifacts_name(trained):
+    manifest = trained.step(1).manifest("old_log_probs")
+    anywhere = RunConfig.model_validate({"trainer": {"device": "auto"}})
+    elsewhere = manifest.model_copy(update={"host": "another-host"})
+    assert on_cpu_for_certain(anywhere, [elsewhere])
+    conditions = json.loads(json.dumps(manifest.notes["conditions"]))
+    conditions["ranks"][0][1]["device"] = "NVIDIA H200"
+    on_gpu = elsewhere.model_copy(update={"notes": {"conditions": conditions}})
+    assert not on_cpu_for_certain(anywhere, [elsewhere, on_gpu])
+    assert not on_cpu_for_certain(anywhere, [elsewhere.model_copy(update={"notes": {}})])
 
 
 def test_tokens_of_an_engine_that_is_not_here_are_judged_by_the_policy_s_log_probs(trained, tmp_path):

@@ -94,8 +94,7 @@ def write_bundle(
         raise StorageError(f"{run.root} has no step {step}; it has steps {run.steps()}")
     cfg = as_it_was(config_of(run, lineage), None, overrides)
     bundle = _Bundle()
-    hosts = [manifest.host for stage in view.stages() if (manifest := view.manifest(stage))]
-    on_cpu = on_cpu_for_certain(cfg, hosts[-1] if len(set(hosts)) == 1 else "")
+    on_cpu = on_cpu_for_certain(cfg, [manifest for stage in view.stages() if (manifest := view.manifest(stage))])
     with TemporaryDirectory(prefix="grpoflow-bundle-") as made:
         # What may be refused comes before the policy, which takes longest.
         _put_step(bundle, run, step)

@@ -292,11 +292,11 @@ class _Again:
         if not self._needs_policy(args):
             return True
         one = self._manifest.shapes.get("ranks", 1) == 1
-        return one and on_cpu_for_certain(self._then, self._manifest.host)
+        return one and on_cpu_for_certain(self._then, [self._manifest])
 
     def _compared(self, stored: Artifact, made: Artifact, args: Sequence[Any]) -> Replayed:
         same_place = self._same_place(args)
-        on_cpu = not self._needs_policy(args) or on_cpu_for_certain(self._then, self._manifest.host)
+        on_cpu = not self._needs_policy(args) or on_cpu_for_certain(self._then, [self._manifest])
         dtype = computes_in(self._then, on_cpu=on_cpu)
         tables, note = _without_timeouts(read_table(stored), read_table(made))
         left_out = ["seconds", "weights_digest", *(() if same_place else SHARED_OUT)]
@@ -344,7 +344,7 @@ class _Again:
         prompts = next(arg for arg in args if isinstance(arg, Artifact))
         rollouts = stored or self._replayer.run.step(self._manifest.step).artifact(self._manifest.stage)
         assert rollouts is not None
-        on_cpu = on_cpu_for_certain(self._then, self._manifest.host)
+        on_cpu = on_cpu_for_certain(self._then, [self._manifest])
         dtype = computes_in(self._then, on_cpu=on_cpu)
         found, tolerance = judge_by_log_probs(self._step, prompts, rollouts, self._replayer.policy, dtype)
         return self._result(found, tolerance, f"{why}; judged by the policy's log-probs of the stored tokens")

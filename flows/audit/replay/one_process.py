@@ -6,7 +6,7 @@ Nothing is written into the run, and its lock is not taken: a live run can be re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar,
 from flows.recover import planned_steps, rebuild
 from flows.run_folder import first_weights_digest
 from storage import Run, RunWriter, StorageError
+from storage.artifacts import Manifest
+from tasks.conditions import CONDITIONS
 from tasks.config import RunConfig
 from tasks.workers.group import LocalGroup, WorkerGroup
 from tasks.workers.rank import Role, open_rank
@@ -160,17 +162,21 @@ def _tokenizer(cfg: RunConfig) -> Any:
     return load_tokenizer(cfg.actor_rollout_ref.model)
 
 
-def on_cpu_for_certain(cfg: RunConfig, host: str) -> bool:
-    """Whether a run computed on a CPU: it says so, or it was on this machine, which has nothing else.
+def on_cpu_for_certain(cfg: RunConfig, made: Sequence[Manifest]) -> bool:
+    """Whether artifacts were computed on a CPU: they or their run say so, or it was on this machine, which has no GPU.
 
     Args:
-        cfg: its configuration.
-        host: name of the machine that made the artifact in question.
+        cfg: the run's configuration.
+        made: the manifests of the artifacts in question.
     """
     if cfg.trainer.device != "auto":
         return cfg.trainer.device == "cpu"
+    noted = [manifest.notes.get(CONDITIONS) or {} for manifest in made]
+    devices = [facts["device"] == one["processor"] for one in noted for _, facts in one.get("ranks", ())]
+    if devices and all(one.get("ranks") for one in noted if one):
+        return all(devices)
     import socket
 
     import torch
 
-    return host == socket.gethostname() and not torch.cuda.is_available()
+    return {manifest.host for manifest in made} == {socket.gethostname()} and not torch.cuda.is_available()

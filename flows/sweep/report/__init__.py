@@ -60,7 +60,7 @@ def _facts(sweep: Sweep, found: list[Row]) -> list[tuple[str, str]]:
     stops = ", ".join(map(str, rungs(spec, sweep.total)[:-1]))
     return [
         ("Trials", f"{len(found)}"),
-        ("Seeds of each", ", ".join(map(str, spec.seeds))),
+        ("Runs of each", f"{len(spec.seeds)}: seed {', '.join(map(str, spec.seeds))}"),
         ("Training steps", f"{done:,} of {board.planned_steps():,} decided; {whole:,} without pruning"),
         ("Device time", f"{sum(row.seconds for row in found):,.0f} s"),
         ("Sampler", spec.sampler.kind),
