@@ -165,7 +165,9 @@ class OnVllm:
         return self._vllm.new_folder(version, needed_bytes)
 
     def load(self, folder: Path, version: int, digest: str) -> None:
-        if self._vllm is not None and not self._vllm.holds(version, digest):
+        # Also where the engine holds this policy, as when another one died while it loaded: the folder it has it from
+        # goes when all have the new one.
+        if self._vllm is not None:
             self._vllm.load(folder, version, digest)
 
     def log_to(self, log: Path) -> None:

@@ -201,11 +201,12 @@ class RayGroup(WorkerGroup):
         from ray.util.placement_group import remove_placement_group
 
         family = [process for one in self._here for process in _with_children(one)]
+        # An engine ends when its rank is gone: its watcher sees to that, and tidies up after it. Ray would kill the
+        # watcher with the rank, so it comes second. What does not end is ended too.
+        _kill(self._here)
         for actor in self._actors:
             with suppress(Exception):
                 ray.kill(actor)
-        # An engine's process ends when its rank does, and tidies up after itself; one that does not is ended too.
-        _kill(self._here)
         _, left = psutil.wait_procs(family, timeout=END_WITHIN_S)
         _kill(left)
         if self._placement is not None:
