@@ -249,6 +249,14 @@ def deliver(
 
 
 @app.command()
+def ui(root: Annotated[Path, typer.Argument(help="Folder of runs, their storage.root.")] = Path("runs")) -> None:
+    """Show a folder's runs, sweeps and schedules in Prefect's pages until Ctrl-C."""
+    from flows.prefect_server import show_server
+
+    show_server(root, _console().print)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the configuration."""
     import json

@@ -21,7 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -135,6 +135,27 @@ class PrefectAPI:
                 _launch(self.home, int(self.url.split(":")[-1].removesuffix("/api")))
 
 
+def show_server(runs_root: Path, say: Callable[[str], None]) -> None:
+    """Keep the managed server of a folder of runs up until Ctrl-C, for looking at what is over.
+
+    Raises:
+        ValueError: no run in this folder has had a managed server.
+        RuntimeError: it does not start.
+    """
+    from tasks.config import OrchestrationConfig
+
+    home = runs_root.absolute() / ".prefect"
+    if not (home / "server.log").is_file():
+        raise ValueError(f"{runs_root} has no Prefect server of its own: no run in it was recorded by one")
+    with _shared_server(home, say) as url:
+        api = PrefectAPI(url, OrchestrationConfig().startup_timeout_s, home)
+        if problem := api.wait_ready(say):
+            raise RuntimeError(problem)
+        with suppress(KeyboardInterrupt):
+            say(f"{api.ui_url}/runs shows the runs of {runs_root}; Ctrl-C ends it")
+            threading.Event().wait()
+
+
 @contextmanager
 def prefect_api(
     cfg: OrchestrationConfig, runs_root: Path, say: Callable[[str], None] = logger.info
@@ -207,6 +228,8 @@ def _launch(home: Path, port: int) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     environment |= SERVER_SETTINGS
     environment |= {"PREFECT_HOME": str(home), "PREFECT_PROFILES_PATH": str(home / "profiles.toml")}
+    # Its pages ask port 4200 otherwise.
+    environment["PREFECT_SERVER_UI_API_URL"] = f"http://127.0.0.1:{port}/api"
     # Prefect reads settings from files in the current folder; this one holds none.
     with (home / "server.log").open("w") as log:
         process = subprocess.Popen(

@@ -443,6 +443,20 @@ def test_the_ui_is_served_at_the_address_that_is_shown(api: PrefectAPI) -> None:
 
     with urllib.request.urlopen(api.ui_url) as page:
         assert b"<html" in page.read().lower()
+    with urllib.request.urlopen(f"{api.ui_url}/ui-settings") as settings:
+        assert json.loads(settings.read())["api_url"] == api.url, "the pages would ask another server"
+
+
+def test_the_ui_command_shows_what_is_over_until_ctrl_c(api: PrefectAPI, root: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flows.cli", "ui"]
+    refused = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2 and "no Prefect server of its own" in refused.stderr
+    shown = subprocess.Popen([*command, str(root)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert shown.stdout is not None
+    assert f"{api.ui_url}/runs shows the runs of" in shown.stdout.readline()
+    shown.send_signal(signal.SIGINT)
+    assert shown.wait(30) == 0
+    assert api.answers(), "others use the server"
 
 
 @pytest.mark.slow
