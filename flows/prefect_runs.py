@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
+import os
 import signal
 import socket
 import threading
@@ -23,10 +24,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from uuid import UUID, uuid4
 
+from httpx import HTTPStatusError
 from prefect import Flow, Task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import ArtifactCreate, FlowRunCreate
+from prefect.client.schemas.actions import ArtifactCreate, FlowRunCreate, TaskRunCreate
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
+PARENT = "GRPOFLOW_PARENT_FLOW_RUN"
+"""Environment variable with the flow run that started this process, such as that of a sweep."""
+
 ID_WAIT_S = 5.0
 """How long a flow waits for the id of its run; then it runs plainly, and so do the next, until the server answers."""
 
@@ -66,6 +71,8 @@ class PrefectRuns:
         self._spare: tuple[str, Future[FlowRun]] | None = None
         self._logs = LogHandler(self._courier)
         self._api_url = api.url
+        parent = os.environ.get(PARENT)
+        self._parent = UUID(parent) if parent else None
 
     def __enter__(self) -> Self:
         self._context.run(self._enter_prefect)
@@ -96,20 +103,23 @@ class PrefectRuns:
         following: tuple[str, Mapping[str, Any]] | None,
     ) -> R:
         """Call `flow(*args, stages)`, as a flow run if its id comes in time and plainly if not."""
-        prefect_flow = self._flow_of(flow)
-        created = self._take_spare(flow, name) or self._create(prefect_flow, name, shown)
+        prefect_flow, parent = self._flow_of(flow), current_flow_run() or self._parent
+        created = self._take_spare(flow, name) or self._create(prefect_flow, name, shown, parent)
         flow_run = self._arrived(created)
-        call = _Call(flow, args, lambda: self._prepare(flow, following))
+        call = _Call(flow, args, lambda: self._prepare(flow, following, parent))
         if flow_run is not None:
             self._run_engine(prefect_flow, flow_run, call)
         if not call.started:
             self._run_plainly(created, call)
         return call.result()
 
+    def environment(self) -> dict[str, str]:
+        """What a process is given that is to show its flow runs below the current one."""
+        return {} if (here := current_flow_run()) is None else {PARENT: str(here)}
+
     def publish(self, key: str, kind: str, data: Any, description: str) -> None:
         """Attach an artifact to the current flow run."""
-        current = FlowRunContext.get()
-        flow_run_id = current.flow_run.id if current and current.flow_run else None
+        flow_run_id = current_flow_run()
         text = data if isinstance(data, str) else json.dumps(data)
         artifact = ArtifactCreate(key=key, type=kind, data=text, description=description, flow_run_id=flow_run_id)
         self._courier.send(lambda client: client.create_artifact(artifact))
@@ -142,12 +152,13 @@ class PrefectRuns:
             )
         return self._flows[name]
 
-    def _create(self, flow: Flow[[], Any], name: str, shown: Mapping[str, Any]) -> Future[FlowRun]:
+    def _create(self, flow: Flow[[], Any], name: str, shown: Mapping[str, Any], parent: UUID | None) -> Future[FlowRun]:
         # Sent again because an answer was lost, it is the same flow run.
         key = uuid4().hex
 
         def create(client: SyncPrefectClient) -> FlowRun:
             about = FlowRunCreate(
+                parent_task_run_id=None if parent is None else _place_in(client, parent, flow.name, name, key),
                 flow_id=client.create_flow_from_name(flow.name),
                 name=name,
                 parameters=dict(shown),
@@ -169,11 +180,13 @@ class PrefectRuns:
             logger.debug("Prefect refused a flow run", exc_info=True)
         return None
 
-    def _prepare(self, function: Callable[..., Any], following: tuple[str, Mapping[str, Any]] | None) -> None:
+    def _prepare(
+        self, function: Callable[..., Any], following: tuple[str, Mapping[str, Any]] | None, parent: UUID | None
+    ) -> None:
         """Have the next run of this flow made while this one runs."""
         if following is not None and self._spare is None:
             name, shown = following
-            self._spare = (f"{function.__name__} {name}", self._create(self._flow_of(function), name, shown))
+            self._spare = (f"{function.__name__} {name}", self._create(self._flow_of(function), name, shown, parent))
 
     def _take_spare(self, function: Callable[..., Any], name: str) -> Future[FlowRun] | None:
         if self._spare is None or not self._spare[0].startswith(f"{function.__name__} "):
@@ -187,7 +200,7 @@ class PrefectRuns:
     def _drop_spare(self) -> None:
         if self._spare is not None:
             created, self._spare = self._spare[1], None
-            self._courier.send(lambda client: client.delete_flow_run(created.result(0).id))
+            self._courier.send(lambda client: _delete(client, created.result(0)))
 
     def _run_engine(self, flow: Flow[[], Any], flow_run: FlowRun, call: _Call[Any]) -> None:
         def run() -> None:
@@ -223,9 +236,38 @@ class PrefectRuns:
             if not dead & set(flow_run.tags):
                 continue
             if flow_run.state and flow_run.state.is_pending():
-                client.delete_flow_run(flow_run.id)
+                _delete(client, flow_run)
             else:
                 client.set_flow_run_state(flow_run.id, Crashed(message="The process ended without a word."), force=True)
+
+
+def current_flow_run() -> UUID | None:
+    """Id of the flow run that the caller is in; None: in none, or in one that the server did not get."""
+    current = FlowRunContext.get()
+    return current.flow_run.id if current and current.flow_run else None
+
+
+def _place_in(client: SyncPrefectClient, parent: UUID, flow: str, name: str, key: str) -> UUID | None:
+    """The task run that stands for a flow run in its parent, as Prefect makes one itself; it follows its state.
+
+    None: the server does not take it, since it does not know the parent.
+    """
+    about = TaskRunCreate(
+        name=name, flow_run_id=parent, task_key=flow, dynamic_key=key, state=to_state_create(Pending()), task_inputs={}
+    )
+    try:
+        answer = client.request("POST", "/task_runs/", json=about.model_dump(mode="json", exclude_unset=True))
+    except HTTPStatusError:
+        logger.debug("Prefect refused a place for %s in %s", name, parent, exc_info=True)
+        return None
+    return UUID(answer.json()["id"])
+
+
+def _delete(client: SyncPrefectClient, flow_run: FlowRun) -> None:
+    """Delete a flow run, and what stands for it in its parent."""
+    client.delete_flow_run(flow_run.id)
+    if flow_run.parent_task_run_id is not None:
+        client.delete_task_run(flow_run.parent_task_run_id)
 
 
 def _is_dead(flow_run: FlowRun, tag: str) -> bool:

@@ -105,6 +105,10 @@ class StageRunner:
                 return flow(*args, stages)
         return self._runs.call(flow, args, name, shown or {}, (next_name, next_shown or {}) if next_name else None)
 
+    def environment(self) -> dict[str, str]:
+        """What a process is given that is to show its flow runs below the current one."""
+        return {} if self._runs is None else self._runs.environment()
+
     def publish_table(self, key: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
         """Show a table in Prefect, with the current flow run; keys are lower-case letters, digits and dashes."""
         if self._runs is not None:

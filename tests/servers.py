@@ -120,9 +120,14 @@ def states(api: PrefectAPI, run_id: str) -> dict[str, str]:
     return {name: flow_run.state.name for name, flow_run in flow_runs(api, run_id).items()}
 
 
-def task_runs(api: PrefectAPI, flow_run: Any) -> dict[str, Any]:
+def all_task_runs(api: PrefectAPI, flow_run: Any) -> list[Any]:
     from prefect.client.schemas.filters import FlowRunFilter
 
     only = FlowRunFilter.model_validate({"id": {"any_": [flow_run.id]}})
     with client_of(api) as client:
-        return {task_run.name.rsplit("-", 1)[0]: task_run for task_run in client.read_task_runs(flow_run_filter=only)}
+        return client.read_task_runs(flow_run_filter=only)
+
+
+def task_runs(api: PrefectAPI, flow_run: Any) -> dict[str, Any]:
+    """By the stage's name, without what Prefect adds to it."""
+    return {run.name.rsplit("-", 1)[0]: run for run in all_task_runs(api, flow_run)}

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import psutil
 import pytest
-from servers import client_of, flow_runs, states, task_runs, wait_until
+from servers import all_task_runs, client_of, flow_runs, states, task_runs, wait_until
 
 from flows.prefect_server import PrefectAPI, prefect_api
 from flows.stages import RETRY_PAUSES_S, StageRunner, Stages, may_pass, stage_runner
@@ -209,6 +210,11 @@ def test_a_run_is_a_flow_run_of_step_flow_runs_whose_stages_are_tasks(api: Prefe
     runs = flow_runs(api, "shape")
     assert runs["step-1"].parameters == {"step": 1}
     assert set(runs["step-2"].tags) == {"run:shape", "arithmetic"}
+    # The run's page shows its steps: a task run stands for each, and ends as it does; of a step that never was, none.
+    wait_until(lambda: len(all_task_runs(api, runs["run-shape"])) == 3)
+    standing = {run.name: run for run in all_task_runs(api, runs["run-shape"])}
+    assert {name: run.state.name for name, run in standing.items()} == {f"step-{k}": "Completed" for k in (1, 2, 3)}
+    assert runs["step-2"].parent_task_run_id == standing["step-2"].id
     assert runs["step-1"].start_time <= runs["step-1"].end_time
     wait_until(lambda: len(task_runs(api, runs["step-3"])) == 1)
     with client_of(api) as client:
@@ -216,6 +222,32 @@ def test_a_run_is_a_flow_run_of_step_flow_runs_whose_stages_are_tasks(api: Prefe
         assert json.loads(table.data) == [{"stage": "rollouts", "rows": 4}]
         assert table.flow_run_id == runs["run-shape"].id
         assert any("Finished in state" in log.message for log in client.read_logs())
+
+
+def test_a_process_shows_its_run_below_the_flow_run_that_started_it_if_the_server_knows_it(
+    api: PrefectAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sweep(_: Stages) -> dict[str, str]:
+        return outer.environment()
+
+    def train(_: Stages) -> None:
+        return None
+
+    with stage_runner(api, "outer") as outer:
+        here = outer.call(sweep, name="a-sweep")
+    for variable, value in here.items():
+        monkeypatch.setenv(variable, value)
+    with stage_runner(api, "inner") as inner:
+        inner.call(train, name="a-trial")
+    (standing,) = all_task_runs(api, flow_runs(api, "outer")["a-sweep"])
+    assert standing.name == "a-trial" and standing.state.is_completed()
+    assert flow_runs(api, "inner")["a-trial"].parent_task_run_id == standing.id
+    for variable in here:
+        monkeypatch.setenv(variable, str(uuid4()))
+    with stage_runner(api, "lost") as lost:
+        lost.call(train, name="no-ones-trial")
+    assert states(api, "lost") == {"no-ones-trial": "Completed"}
+    assert flow_runs(api, "lost")["no-ones-trial"].parent_task_run_id is None
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import yaml
 from flows.child import child_command
 from flows.config_layers import read_yaml
 from flows.last_process import death_of_last_process
+from flows.prefect_runs import PARENT, current_flow_run
 from flows.run_folder import run_folder, short
 from flows.schedules.spec import Served, configuration, run_overrides
 from flows.slots import Slot, visible_devices
@@ -59,6 +60,8 @@ def start(one: Served, words: Sequence[str], log: Path, slots: Sequence[Slot]) -
     environment = {name: value for name, value in os.environ.items() if not _is_of_the_flow_run(name, one)}
     if one.slots is not None and one.devices_per_slot and len(slots) > 1:
         environment["CUDA_VISIBLE_DEVICES"] = visible_devices(os.environ, slots[-1].number, one.devices_per_slot)
+    if (here := current_flow_run()) is not None:
+        environment[PARENT] = str(here)
     with log.open("ab") as output:
         return slots[0].start(
             child_command(*words),

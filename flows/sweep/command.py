@@ -12,7 +12,7 @@ from flows.interrupts import polite_end
 from flows.local_paths import with_absolute_paths
 from flows.prefect_server import prefect_api
 from flows.progress import Progress, RunConsole
-from flows.stages import Stages, stage_runner
+from flows.stages import StageRunner, Stages, stage_runner
 from flows.sweep.book import ENDING, Sweep, open_sweep, sweep_folder, writing
 from flows.sweep.mirror import Mirror
 from flows.sweep.rails import cautions_of, refuse_unmeasured
@@ -43,17 +43,18 @@ def sweep_command(path: Path) -> int:
             say(f"{problem}; the sweep goes on without it")
         runner = stack.enter_context(stage_runner(api, sweep.sweep_id, tags=[f"sweep:{spec.name}"], say=say))
         loop = Loop(sweep, say, check, mirror.changed)
-        shown = {"folder": str(sweep.folder)}
-        runner.call(run_sweep, loop, name=sweep.sweep_id, shown=shown)
-        runner_rows = [{"trial": row.trial, "state": row.state, "value": row.value} for row in rows(sweep)]
-        runner.publish_table("leaderboard", runner_rows, f"{spec.name}: best first")
+        runner.call(run_sweep, loop, runner, name=sweep.sweep_id, shown={"folder": str(sweep.folder)})
     print_table(open_sweep(sweep.folder), console)
     return 0
 
 
-def run_sweep(loop: Loop, _: Stages) -> str:
-    """A sweep, as a flow: each trial's runs are flow runs of their own, with the sweep's tag."""
-    return loop.to_the_end()
+def run_sweep(loop: Loop, runner: StageRunner, _: Stages) -> str:
+    """A sweep, as a flow: each trial's runs are flow runs below it, with the sweep's tag."""
+    loop.environment = runner.environment()
+    state = loop.to_the_end()
+    table = [{"trial": row.trial, "state": row.state, "value": row.value} for row in rows(loop.sweep)]
+    runner.publish_table("leaderboard", table, f"{loop.sweep.spec.name}: best first")
+    return state
 
 
 def find_sweep(word: str) -> Sweep:

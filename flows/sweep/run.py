@@ -65,6 +65,8 @@ class Loop:
         """
         self.sweep, self.say, self.check, self.changed = sweep, say, check, changed
         self.board = sweep.board()
+        self.environment: dict[str, str] = {}
+        """What the runs' processes are given besides."""
         self.running: dict[tuple[int, int], Running] = {}
         self._attempts: dict[tuple[int, int], int] = {}
         self._deaths: dict[tuple[int, int], tuple[int, int]] = {}
@@ -190,7 +192,7 @@ class Loop:
         with log.open("ab") as out:
             process = slot.start(
                 child_command(*words),
-                env=self._environment(slot.number),
+                env=environment_of(self.sweep.spec, slot.number) | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -199,9 +201,6 @@ class Loop:
         self.running[key] = Running(advance, seed, attempt, process)
         again = f", attempt {attempt}" if attempt > 1 else ""
         self.say(f"trial {advance.trial}, seed {seed}: to step {advance.until} in slot {slot.number}{again}")
-
-    def _environment(self, slot: int) -> dict[str, str]:
-        return environment_of(self.sweep.spec, slot)
 
     def _look(self) -> None:
         """Write down what became of processes that have ended."""
