@@ -21,7 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -151,9 +151,12 @@ def show_server(runs_root: Path, say: Callable[[str], None]) -> None:
         api = PrefectAPI(url, OrchestrationConfig().startup_timeout_s, home)
         if problem := api.wait_ready(say):
             raise RuntimeError(problem)
-        with suppress(KeyboardInterrupt):
-            say(f"{api.ui_url}/runs shows the runs of {runs_root}; Ctrl-C ends it")
-            threading.Event().wait()
+        end = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Its own handler: a process that a script starts in the background is given none for Ctrl-C.
+            signal.signal(number, lambda *_: end.set())
+        say(f"{api.ui_url}/runs shows the runs of {runs_root}; Ctrl-C ends it")
+        end.wait()
 
 
 @contextmanager
