@@ -105,7 +105,7 @@ def set_to(**values):
 
 PLANTED = {
     "no-signal groups": (late(silent), "75% of the groups carry no signal", FROM),
-    "reward collapse": (late(fallen), "is 0.156 at the end", None),
+    "reward collapse": (late(fallen), "the median of the last 5 is 0.156", None),
     "reward through length": (by_length, "within groups the score follows the length", None),
     "reward through form": (by_form, "it is form", None),
     "entropy": (

@@ -205,7 +205,7 @@ def test_b45_a_configuration_started_twice_at_once_and_three_trials_beside_it_sh
     assert sorted(codes) in ([0, 0], [0, 2])
     for code, words_of in zip(codes, told, strict=True):
         assert code == 0 or f"is being written by process {pair[codes.index(0)].pid}" in words_of
-    runs = [path.parent for path in (tmp_path / "runs").rglob("run.json")]
+    runs = [path.parent for path in tmp_path.rglob("run.json")]
     assert len(runs) == 4 and len({open_run(run).run_id for run in runs}) == 4
     for run in runs:
         manifests = [json.loads(file.read_text()) for file in run.rglob("steps/*/*/*/manifest.json")]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from postgres import Postgres, postgres
 from servers import free_port, mlflow_server, slow_door, wait_until
 
 from flows.tracking import Tracker, deliver_pending, legal_name, short_value
@@ -391,13 +390,6 @@ def test_a_slow_server_delays_neither_the_steps_nor_the_end(tmp_path: Path, serv
     assert history(later.uri, later.mlflow_run_id or "") == [(1, 0.1), (2, 0.2), (3, 0.3)]
 
 
-@pytest.fixture
-def database(monkeypatch: pytest.MonkeyPatch) -> Iterator[Postgres]:
-    with postgres() as running:
-        monkeypatch.setenv("PGPASSWORD", running.password)
-        yield running
-
-
 START_ONE_RUN = """
 import sys
 from pathlib import Path
@@ -417,14 +409,11 @@ with Tracker(run, cfg) as tracker:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["server", "default", "postgresql"])
+@pytest.mark.parametrize("store", ["server", "default"])
 def test_b70_eight_processes_that_start_together_share_a_new_experiment(
-    tmp_path: Path, server: int, store: str, request: pytest.FixtureRequest
+    tmp_path: Path, server: int, store: str
 ) -> None:
-    if store == "postgresql":
-        uri = request.getfixturevalue("database").create("mlflow")
-    else:
-        uri = f"http://127.0.0.1:{server}" if store == "server" else ""
+    uri = f"http://127.0.0.1:{server}" if store == "server" else ""
     command = [sys.executable, "-c", START_ONE_RUN, str(tmp_path)]
     crowd = [subprocess.Popen([*command, str(number), uri]) for number in range(8)]
     assert [process.wait(timeout=300) for process in crowd] == [0] * 8
