@@ -156,6 +156,19 @@ def test_asha_trains_the_best_of_few_trials_to_the_end_when_no_more_come():
     assert [(one.trial, one.until) for one in board.advances] == [(0, 1), (1, 1), (1, 3), (1, 9)]
 
 
+def test_a_trial_that_failed_further_on_is_not_the_one_that_is_trained_to_the_end():
+    the_spec = spec(
+        space={COEF: {"choice": [0.0, 1.0]}},
+        sampler={"kind": "grid"},
+        pruning={"kind": "asha", "min_steps": 1, "reduction": 3},
+        budget={},
+    )
+    board = simulate(
+        the_spec, 9, lambda values, until, seed: None if values[COEF] == 1.0 and until > 1 else values[COEF]
+    )
+    assert [(one.trial, one.until) for one in board.advances] == [(0, 1), (1, 1), (1, 3), (0, 3), (0, 9)]
+
+
 def test_a_failed_trial_counts_as_the_worst_of_its_rung():
     the_spec = spec(
         space={COEF: {"choice": [0.0, 1.0, 2.0]}},

@@ -208,7 +208,7 @@ def _best_of_a_rung(board: Board, seen: Sequence[Advance], steps: Sequence[int])
 def _best_to_the_end(board: Board) -> Advance | None:
     """The best trial when nothing else is left to do and none was trained to the end; of few none may go on."""
     steps = rungs(board.spec, board.total)
-    places = _ranks(board, board.advances)
+    places = {trial: place for trial, place in _ranks(board, board.advances).items() if board.failure(trial) is None}
     if not places or any(advance.until == board.total for advance in board.advances):
         return None
     best = max(places, key=lambda trial: places[trial])
