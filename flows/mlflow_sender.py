@@ -516,9 +516,25 @@ def _say_little() -> None:
         logging.getLogger(chatty).setLevel(logging.ERROR)
 
 
+_OPENERS_LOCK = 0x6772706F
+"""Key of the advisory lock in PostgreSQL under which one process at a time opens a store."""
+
+
 @contextmanager
 def _sole_opener(uri: str) -> Iterator[Path | None]:
-    """Let one process at a time open a SQLite store, and yield its file; None: it is no such store."""
+    """Let one process at a time open a store in a database, where the first makes the tables; yield SQLite's file.
+
+    MLflow makes and changes its tables without regard for others that do so.
+    """
+    if uri.startswith("postgresql"):
+        from sqlalchemy import create_engine, text
+        from sqlalchemy.pool import NullPool
+
+        # The lock ends with the connection, however this process does.
+        with create_engine(uri, poolclass=NullPool).connect() as connection:
+            connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _OPENERS_LOCK})
+            yield None
+        return
     if not uri.startswith("sqlite:///") or "?" in uri:
         yield None
         return

@@ -369,7 +369,6 @@ def cancel(api, flow_run):
 # ------------------------------------------------------------------------------------------- pause, list, run now
 
 
-@pytest.mark.xfail(run=False, reason="behind the other tests of this file a schedule that was just made is not found")
 def test_pause_belongs_to_the_user_and_a_run_now_is_a_form_that_refuses_what_is_wrong(
     api, root, write, gate, tmp_path, capsys
 ):
@@ -442,7 +441,6 @@ def next_times(root, said):
 # ------------------------------------------------------------------------------------------------------- work pools
 
 
-@pytest.mark.xfail(run=False, reason="behind the other tests of this file a schedule that was just made is not found")
 def test_a_real_worker_of_a_process_pool_starts_what_was_deployed(api, root, write, gate, tmp_path):
     gate.touch()
     path = write({"name": "pooled", **FAR_AWAY})

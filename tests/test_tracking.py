@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from postgres import postgres
 from servers import free_port, mlflow_server, slow_door, wait_until
 
 from flows.tracking import Tracker, deliver_pending, legal_name, short_value
@@ -408,12 +409,22 @@ with Tracker(run, cfg) as tracker:
 """
 
 
+@pytest.fixture
+def fresh_database(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """URL of an empty database in PostgreSQL."""
+    with postgres() as database:
+        monkeypatch.setenv("PGPASSWORD", database.password)
+        yield database.create("mlflow")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["server", "default"])
+@pytest.mark.parametrize("store", ["server", "default", "postgresql"])
 def test_b70_eight_processes_that_start_together_share_a_new_experiment(
-    tmp_path: Path, server: int, store: str
+    tmp_path: Path, server: int, store: str, request: pytest.FixtureRequest
 ) -> None:
     uri = f"http://127.0.0.1:{server}" if store == "server" else ""
+    if store == "postgresql":
+        uri = request.getfixturevalue("fresh_database")
     command = [sys.executable, "-c", START_ONE_RUN, str(tmp_path)]
     crowd = [subprocess.Popen([*command, str(number), uri]) for number in range(8)]
     assert [process.wait(timeout=300) for process in crowd] == [0] * 8

@@ -59,7 +59,11 @@ def schedules_server(orchestration: OrchestrationConfig, root: Path, say: Say) -
         os.environ["PREFECT_LOGGING_CONFIG_PATH"] = str(logging)
         if problem := api.wait_ready(say):
             raise ValueError(problem)
-        yield api
+        from prefect.settings import temporary_settings
+
+        # Prefect reads the environment when it is imported, which may have been for another server.
+        with temporary_settings({"api.url": api.url}):
+            yield api
 
 
 def given_url(api: PrefectAPI) -> str | None:
