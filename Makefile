@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm
-# One process per core, each test file in one of them; what wants the machine for itself comes after.
-SPREAD := -n auto --maxprocesses 4 --dist loadfile
+# A process more than there are cores, at most four, since many tests wait for servers; each test file in one of them. What
+# wants the machine for itself comes after.
+SPREAD := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --dist loadfile
 test test-all test-vllm test-vllm-all: export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-all test-vllm test-vllm-all vllm-env lint format bench clean

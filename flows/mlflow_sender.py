@@ -1,24 +1,24 @@
-"""Brings a run's folder to an MLflow store: the only module that imports mlflow, and that late."""
+"""Brings a run's folder to an MLflow store."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import logging
 import math
-import os
-import posixpath
-import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flows.mlflow_store import (
+    experiment_id,
+    first_line,
+    is_refusal,
+    iso,
+    legal_name,
+    milliseconds,
+    open_store,
+)
 from storage import Run
 from storage.durable import append_json_line, read_json_lines, sha256_file, sha256_json
 
@@ -29,24 +29,12 @@ T = TypeVar("T")
 
 METRICS_PER_CALL = 1000
 PARAMS_PER_CALL = 100
-PARAM_CHARACTERS = 500
-NAME_CHARACTERS = 250
 
 STATE_TAG = "grpoflow.state"
 """Tag with the run's state in our own words: MLflow has none for a paused run."""
 _STATE_OF = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed", "SCHEDULED": "paused"}
 LATE_DOCUMENTS = ("report.html",)
 """Texts in a run's folder that are made when it ends."""
-
-_FINAL_CODES = {
-    "BAD_REQUEST",
-    "ENDPOINT_NOT_FOUND",
-    "INVALID_PARAMETER_VALUE",
-    "INVALID_STATE",
-    "RESOURCE_ALREADY_EXISTS",
-    "RESOURCE_DOES_NOT_EXIST",
-}
-"""Error codes with which MLflow refuses a value; any other error may pass."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +153,7 @@ class Sender:
 
     def _connected(self) -> tuple[MlflowClient, str]:
         if self._client is None or self._mlflow_run is None:
-            client = _client(self.uri)
+            client = open_store(self.uri)
             run_id = self._known_run(client) or self._new_run(client)
             self._reopen(client, run_id)
             self._find_unsent()
@@ -177,7 +165,7 @@ class Sender:
         running = client.get_run(run_id).info.status == "RUNNING"
         if self._died_ms is not None and self._begun and running:
             client.set_terminated(run_id, "KILLED", self._died_ms)
-            client.set_tag(run_id, "grpoflow.last_killed_at", _iso(self._died_ms))
+            client.set_tag(run_id, "grpoflow.last_killed_at", iso(self._died_ms))
             self._note(closed="KILLED", ended_ms=self._died_ms)
             running = False
         if self._closed or not running:
@@ -192,7 +180,7 @@ class Sender:
         try:
             client.get_run(self._mlflow_run)
         except Exception as error:
-            if not _is_refusal(error):
+            if not is_refusal(error):
                 raise
             self._sent, self._told, self._mlflow_run, self._documents = {}, False, None, {}
         return self._mlflow_run
@@ -317,7 +305,7 @@ class Sender:
         try:
             send(items)
         except Exception as error:
-            if not _is_refusal(error):
+            if not is_refusal(error):
                 raise
             if len(items) == 1:
                 self._refused.append(f"{getattr(items[0], 'key', items[0])}: {first_line(error)}")
@@ -325,141 +313,6 @@ class Sender:
             middle = len(items) // 2
             self._halving(items[:middle], send)
             self._halving(items[middle:], send)
-
-
-# ------------------------------------------------------------------------------------------------------------ reading
-
-
-class NoStore(RuntimeError):
-    """MLflow's values of a run cannot be read, and why."""
-
-
-class History:
-    """What an MLflow store has of a run.
-
-    Attributes:
-        latest: by metric the value that MLflow shows for the run.
-    """
-
-    def __init__(self, client: MlflowClient, run_id: str, latest: dict[str, float]) -> None:
-        self._client, self._run_id = client, run_id
-        self.latest = latest
-
-    def values(self, key: str) -> Iterator[tuple[int, float]]:
-        """Step and value of every entry of a metric, by its name in MLflow; a step can have several."""
-        for metric in self._client.get_metric_history(self._run_id, key):
-            yield metric.step, metric.value
-
-
-@contextmanager
-def stored_history(run: Run, uri: str) -> Iterator[History]:
-    """Read what a store has of the run's lineage; nothing is made or written.
-
-    Raises:
-        NoStore: the store is not there or does not answer, or has no such run.
-    """
-    path = Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") else None
-    if path is not None and not path.is_file():
-        raise NoStore(f"there is no {path}")
-    known = [line for line in read_json_lines(run.document("tracking.jsonl")) if line.get("uri") == uri]
-    if not known:
-        raise NoStore(f"nothing has been sent to {uri} yet")
-    _say_little()
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client, run_id = MlflowClient(tracking_uri=uri), known[-1]["mlflow_run"]
-        latest = client.get_run(run_id).data.metrics
-        yield History(client, run_id, latest)
-    except (MlflowException, OSError) as error:
-        raise NoStore(f"{uri}: {first_line(error)}") from error
-
-
-# --------------------------------------------------------------------------------------------------- MLflow's rules
-
-
-@dataclass(frozen=True)
-class FamilyMember:
-    """A run below a parent run in MLflow.
-
-    Attributes:
-        mlflow_run_id: its id there.
-        tags: what the parent's owner says of it.
-    """
-
-    mlflow_run_id: str
-    tags: dict[str, str]
-
-
-def tell_family(
-    uri: str,
-    *,
-    experiment: str,
-    artifacts: str | None,
-    name: str,
-    own_tag: tuple[str, str],
-    tags: dict[str, str],
-    params: dict[str, str],
-    metrics: dict[str, float],
-    state: str,
-    members: Sequence[FamilyMember],
-) -> str:
-    """Make a parent run, or find it by its tag, bring it up to date, and hang runs below it; return its id.
-
-    Telling it again changes nothing but what has changed.
-
-    Args:
-        uri: of the store.
-        experiment: name of the experiment of all of them.
-        artifacts: where artifacts of a new experiment go; None: where the store wants them.
-        name: of the parent.
-        own_tag: the tag by which it is found.
-        tags: its other tags.
-        params: its parameters; one that is there stays.
-        metrics: its metrics; a value is sent where it differs from the last one.
-        state: MLflow's word for its state.
-        members: the runs below it.
-    """
-    client = _client(uri)
-    place = experiment_id(client, experiment, artifacts)
-    found = client.search_runs([place], f"tags.`{own_tag[0]}` = '{own_tag[1]}' AND tags.`grpoflow.kind` = 'sweep'")
-    made = (
-        found[0] if found else client.create_run(place, None, {own_tag[0]: own_tag[1], "grpoflow.kind": "sweep"}, name)
-    )
-    run_id: str = made.info.run_id
-    for key, value in tags.items():
-        if made.data.tags.get(key) != value:
-            client.set_tag(run_id, key, value)
-    for key, value in params.items():
-        if legal_name(key) not in made.data.params:
-            client.log_param(run_id, legal_name(key), short_value(value))
-    for key, number in metrics.items():
-        if made.data.metrics.get(key) != number:
-            client.log_metric(run_id, key, number)
-    for member in members:
-        known = client.get_run(member.mlflow_run_id).data.tags
-        for key, value in {**member.tags, "mlflow.parentRunId": run_id}.items():
-            if known.get(key) != value:
-                client.set_tag(member.mlflow_run_id, key, value)
-    if made.info.status != state:
-        client.update_run(run_id, status="RUNNING") if state == "RUNNING" else client.set_terminated(run_id, state)
-    return run_id
-
-
-def experiment_id(client: MlflowClient, name: str, artifacts: str | None) -> str:
-    """Id of an experiment; of several processes that make it at once, one does and the others use it."""
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            return client.create_experiment(name, artifact_location=artifacts)
-        except Exception as error:
-            found = client.get_experiment_by_name(name)
-            if found is None:
-                raise error
-    if found.lifecycle_stage != "active":
-        raise RuntimeError(f"experiment {name!r} is deleted; restore it or set another trainer.project_name")
-    return found.experiment_id
 
 
 def _id_of_history(run: Run) -> str:
@@ -472,111 +325,6 @@ def name_of_history(run: Run) -> str:
     return name if run.lineage == 1 else f"{name} (lineage {run.lineage})"
 
 
-def legal_name(name: str) -> str:
-    """A name as MLflow takes it: letters, digits and `_ - . space : /`.
-
-    `@` is written `_at_`, as verl does (`val-core/gsm8k/acc/mean@4` becomes `…/mean_at_4`); anything else becomes `_`.
-    """
-    legal = re.sub(r"[^A-Za-z0-9_\-. :/]", "_", name.replace("@", "_at_"))
-    legal = posixpath.normpath(legal.strip("/")).removeprefix("../") or "_"
-    if len(legal) > NAME_CHARACTERS:
-        legal = f"{legal[: NAME_CHARACTERS - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    return legal if legal not in (".", "..") else "_"
-
-
-def short_value(value: Any) -> str:
-    """A parameter's value as text; a long one is cut and carries its length and digest."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    if len(text) <= PARAM_CHARACTERS:
-        return text
-    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:12]
-    ending = f" … ({len(text)} characters, SHA-256 {digest}; all of it is in config.yaml)"
-    return text[: PARAM_CHARACTERS - len(ending)] + ending
-
-
-def _client(uri: str) -> MlflowClient:
-    """A client that reports nothing home and leaves waiting to its caller."""
-    _say_little()
-    from mlflow import MlflowClient
-
-    with _sole_opener(uri) as store:
-        if store is not None and not store.exists():
-            _make_store(store)
-        client = MlflowClient(tracking_uri=uri)
-        client.search_experiments(max_results=1)
-    return client
-
-
-def _say_little() -> None:
-    """Keep MLflow from reporting home, from retrying by itself and from talking; call before it is imported."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    for chatty in ("mlflow", "alembic"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
-
-
-_OPENERS_LOCK = 0x6772706F
-"""Key of the advisory lock in PostgreSQL under which one process at a time opens a store."""
-
-
-@contextmanager
-def _sole_opener(uri: str) -> Iterator[Path | None]:
-    """Let one process at a time open a store in a database, where the first makes the tables; yield SQLite's file.
-
-    MLflow makes and changes its tables without regard for others that do so.
-    """
-    if uri.startswith("postgresql"):
-        from sqlalchemy import create_engine, text
-        from sqlalchemy.pool import NullPool
-
-        # The lock ends with the connection, however this process does.
-        with create_engine(uri, poolclass=NullPool).connect() as connection:
-            connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _OPENERS_LOCK})
-            yield None
-        return
-    if not uri.startswith("sqlite:///") or "?" in uri:
-        yield None
-        return
-    path = Path(uri.removeprefix("sqlite:///"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield path
-
-
-def _make_store(path: Path) -> None:
-    """Make the tables aside: MLflow takes seconds for them, and cannot open what a kill in the middle has left."""
-    from mlflow import MlflowClient
-
-    aside = path.with_name(f".{path.name}.aside")
-    for left in path.parent.glob(f"{aside.name}*"):
-        left.unlink()
-    MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
-    aside.rename(path)
-
-
-def _is_refusal(error: Exception) -> bool:
-    return getattr(error, "error_code", None) in _FINAL_CODES
-
-
 def _cut(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
-
-
-def milliseconds(moment: str) -> int:
-    return round(datetime.fromisoformat(moment).timestamp() * 1000)
-
-
-def now_ms() -> int:
-    return int(time.time() * 1000)
-
-
-def _iso(moment_ms: int) -> str:
-    return datetime.fromtimestamp(moment_ms / 1000, UTC).isoformat(timespec="milliseconds")

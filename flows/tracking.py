@@ -18,17 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from flows.last_process import death_of_last_process, events_of_history
-from flows.mlflow_sender import (
-    LATE_DOCUMENTS,
-    Delivery,
-    Sender,
-    first_line,
-    legal_name,
-    milliseconds,
-    name_of_history,
-    now_ms,
-    short_value,
-)
+from flows.mlflow_sender import LATE_DOCUMENTS, Delivery, Sender, name_of_history
+from flows.mlflow_store import first_line, legal_name, milliseconds, now_ms, short_value
 from storage import Run, StorageError, open_run
 from storage.durable import write_json
 

@@ -213,7 +213,7 @@ def make_inputs(request: dict[str, Any]) -> None:
     import yaml
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from flows.mlflow_sender import _client
+    from flows.mlflow_store import open_store
     from tasks.warm_start.word_problems import build_tokenizer, save_tokenizer
 
     folder = Path(request["folder"])
@@ -238,7 +238,7 @@ def make_inputs(request: dict[str, Any]) -> None:
         "    return float(ord((solution_str or 'a')[0]) % 2)\n"
     )
     (folder / "config.yaml").write_text(yaml.safe_dump(_configuration(folder)))
-    _client(f"sqlite:///{folder / 'mlflow.db'}")
+    open_store(f"sqlite:///{folder / 'mlflow.db'}")
 
 
 def _configuration(folder: Path) -> dict[str, Any]:

@@ -30,11 +30,25 @@ ALONE = (
 )
 """Files whose tests start many processes, and look for what those leave on the machine: one at a time."""
 
+FIRST = (
+    "test_schedules_served",
+    "test_sweep_runs",
+    "test_recovery_with_servers",
+    "test_chaos",
+    "test_sweep_postgres",
+)
+"""Files that take minutes. They begin first: else the processes of a run would wait for the last one."""
+
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests of these files."""
     if item.path.stem in ALONE:
         item.add_marker(pytest.mark.alone)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put these files first, in their order."""
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
 @pytest.fixture(scope="session")

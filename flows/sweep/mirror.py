@@ -139,7 +139,7 @@ def to_mlflow(sweep: Sweep) -> None:
     """
     if not sweep.base.tracking.enabled:
         return
-    from flows.mlflow_sender import FamilyMember, tell_family
+    from flows.mlflow_family import FamilyMember, tell_family
     from flows.tracking import deliver_pending
 
     root = Path(sweep.base.storage.root)

@@ -16,7 +16,8 @@ import numpy as np
 from flows.audit.verify.advantages import advantages_again
 from flows.audit.verify.base import Account, Bench, Cannot
 from flows.audit.verify.step import Look, prompts_of
-from flows.mlflow_sender import History, NoStore, legal_name, stored_history
+from flows.mlflow_history import History, NoStore, stored_history
+from flows.mlflow_store import legal_name
 from storage import Artifact, Ragged, Run
 from storage.durable import read_json_lines
 from storage.schema import without_round
