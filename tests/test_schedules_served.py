@@ -189,7 +189,7 @@ def flow_process_of(pid):
 def test_served_times_begin_runs_skip_while_one_runs_and_go_on_after_servers_and_serve_are_gone(
     api, root, write, gate, tmp_path
 ):
-    every_s, stale_s = 15.0, 90.0
+    every_s, stale_s = 20.0, 90.0
     path = write({"name": "often", "interval_s": every_s, "stale_after_s": stale_s})
     log = tmp_path / "serve.log"
     with serving(path, log) as served:
@@ -457,7 +457,7 @@ def test_a_real_worker_of_a_process_pool_starts_what_was_deployed(api, root, wri
         assert run_of(root, "pooled", flow_run).finished_steps() == [1]
     finally:
         worker.terminate()
-        worker.wait(60)
+        worker.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])
