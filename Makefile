@@ -4,7 +4,7 @@ BIN := .venv/bin
 VLLM := .venv-vllm
 # A process more than there are cores, at most four, since many tests wait for servers; each test file in one of them. What
 # wants the machine for itself comes after.
-SPREAD := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --dist loadfile
+SPREAD := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --dist loadfile --no-loadscope-reorder
 test test-all test-vllm test-vllm-all: export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-all test-vllm test-vllm-all vllm-env lint format bench clean
