@@ -330,6 +330,9 @@ def test_steps_go_on_through_an_outage_and_their_states_follow(api: PrefectAPI) 
             started = time.monotonic()
             assert runner.call(step, number, name=f"step-{number}", next_name=f"step-{number + 1}") == 2 * number
             assert time.monotonic() - started < 4.0
+            if number == 1:
+                # Prefect sends tasks as events: what it has not sent when the server goes away, it may lose.
+                wait_until(lambda: task_runs(api, flow_runs(api, "outage")["step-1"]))
             if number == 2:
                 wait_until(lambda: len(said) == 1)
             if number == 5:
@@ -338,7 +341,7 @@ def test_steps_go_on_through_an_outage_and_their_states_follow(api: PrefectAPI) 
     assert "does not answer" in said[0] and "answers again" in said[1] and len(said) == 2
     assert states(api, "outage") == {f"step-{number}": "Completed" for number in range(1, 8)}
     runs = flow_runs(api, "outage")
-    wait_until(lambda: all(task_runs(api, runs[f"step-{number}"]) for number in (1, 2, 6, 7)))
+    wait_until(lambda: all(task_runs(api, runs[f"step-{number}"]) for number in (1, 6, 7)))
 
 
 @pytest.mark.slow
