@@ -260,6 +260,18 @@ def deliver(
 
 
 @app.command()
+def copy(
+    source: Annotated[str, typer.Argument(help="A run's folder, or its s3://bucket/path.")],
+    target: Annotated[str, typer.Argument(help="Where the run shall be: a new folder, or s3://bucket/path.")],
+) -> None:
+    """Copy a run between this machine and an object store, or within either; every digest is checked."""
+    from storage.transfer import copy_run
+
+    files, size = copy_run(Path(source), Path(target))
+    typer.echo(f"{files} files, {size:,} bytes")
+
+
+@app.command()
 def ui(root: Annotated[Path, typer.Argument(help="Folder of runs, their storage.root.")] = Path("runs")) -> None:
     """Show a folder's runs, sweeps and schedules in Prefect's pages until Ctrl-C."""
     from flows.prefect_server import show_server
@@ -294,6 +306,7 @@ app.add_typer(sweep, name="sweep")
 def main() -> None:
     """Entry point: a user's mistake is one readable message; a traceback is a bug of ours."""
     try:
+        sys.argv[1:] = _on_this_machine(sys.argv[1:])
         app()
     except KeyboardInterrupt:
         sys.exit(130)
@@ -309,6 +322,23 @@ def main() -> None:
         if not isinstance(error, ValueError | StorageError | OSError):
             raise
         _fail(error, 2)
+
+
+def _on_this_machine(words: list[str]) -> list[str]:
+    """The words, with the folder of this machine's copy for every `s3://…`; its readers bring it up to date.
+
+    Raises:
+        ValueError: one is no place in an object store, or something is to be written there.
+    """
+    if not any(word.startswith("s3:/") for word in words):
+        return words
+    from storage.copies import local_folder
+
+    before = ["", *words]
+    for option, word in zip(before, words, strict=False):
+        if word.startswith("s3:/") and option in ("-o", "--out", "--output"):
+            raise ValueError(f"{option} {word}: files for people are written on this machine. Name a path here.")
+    return [str(local_folder(word)) if word.startswith("s3:/") else word for word in words]
 
 
 def _fail(error: Exception, code: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from storage.object_store import is_url
 from tasks.config import RunConfig
 
 
@@ -47,8 +48,8 @@ def _updated(section: Any, **values: Any) -> Any:
 
 
 def _absolute(path: Any) -> Any:
-    """The path in full; nothing stays nothing."""
-    return str(Path(path).expanduser().absolute()) if path else path
+    """The path in full; nothing stays nothing, and a place in an object store is in full."""
+    return str(Path(path).expanduser().absolute()) if path and not is_url(path) else path
 
 
 def _if_folder(path: str | None) -> str | None:

@@ -82,7 +82,7 @@ def preflight_command(
     with ExitStack() as stack:
         say = Progress(console).say
         check = stack.enter_context(polite_end(cfg.trainer.stop_grace_s, say))
-        api = stack.enter_context(prefect_api(cfg.orchestration, Path(cfg.storage.root), say))
+        api = stack.enter_context(prefect_api(cfg.orchestration, cfg.storage.folder, say))
         cfg = prepare(files, cfg, say, api)
         found, data = run_preflight(cfg, prompts, console, api, pass_score=pass_score, before_stage=check)
     kept = None if output is None else write_kept(output, found, data, bounds)

@@ -19,6 +19,7 @@ from flows.run_folder import PREFLIGHT, GoBack, config_of, first_weights_digest,
 from flows.support import refuse_unbuilt
 from flows.train import checked, train_and_tell
 from storage import Run, RunWriter, StorageError, open_run
+from storage.copies import copy_of
 from storage.prepared import commit_prepared, find_prepared, new_folder, sole_maker
 from tasks.config import RunConfig
 from tasks.tokenizer import load_tokenizer
@@ -57,7 +58,8 @@ def resume_command(
             "trainer.default_local_dir. `grpoflow fork` begins another run with this one's policy."
         )
     if run_folder(with_absolute_paths(cfg)) != run.root:
-        cfg = _with_trainer(cfg, default_local_dir=str(run.root))
+        copy = copy_of(run.root)
+        cfg = _with_trainer(cfg, default_local_dir=copy.url if copy else str(run.root))
     return train_and_tell(cfg, back=None if from_step is None else GoBack(from_step, from_stage), until=until)
 
 
@@ -112,7 +114,7 @@ def fork_command(source: str, name: str, overrides: Sequence[str]) -> int:
 def _forked(run: Run, step: int, name: str, overrides: Sequence[str]) -> tuple[RunConfig, Path]:
     """The configuration of a run that begins with a policy of another, and the folder where that policy is put."""
     base = config_of(run, run.lineage_of(step))
-    begins_with = Path(base.storage.root).absolute() / "origins" / f"{run.run_id}-{run.lineage_of(step)}-{step:06d}"
+    begins_with = base.storage.folder.absolute() / "origins" / f"{run.run_id}-{run.lineage_of(step)}-{step:06d}"
     policy = base.actor_rollout_ref
     model = policy.model.model_copy(update={"path": "", "lora_adapter_path": None})
     base = base.model_copy(update={"actor_rollout_ref": policy.model_copy(update={"model": model})})

@@ -12,6 +12,7 @@ from flows.config import to_yaml
 from flows.config_layers import Layers, read_yaml
 from flows.local_paths import with_absolute_paths
 from storage import Run, RunWriter, StorageError, open_run
+from storage.copies import copy_of
 from storage.durable import sha256_file, sha256_json
 from tasks.config import RunConfig
 from tasks.stage import code_digest
@@ -24,12 +25,12 @@ def run_folder(cfg: RunConfig) -> Path:
     """Where the run of a configuration lies."""
     trainer = cfg.trainer
     if trainer.default_local_dir:
-        return Path(trainer.default_local_dir)
+        return cfg.storage.place(trainer.default_local_dir)
     for key in ("project_name", "experiment_name"):
         name = getattr(trainer, key)
         if not name or name in (".", "..") or set(name) & set("/\\\0"):
             raise ValueError(f"trainer.{key}={name!r} cannot be the name of a folder under storage.root")
-    return Path(cfg.storage.root) / trainer.project_name / trainer.experiment_name
+    return cfg.storage.folder / trainer.project_name / trainer.experiment_name
 
 
 PREFLIGHT = "preflight.json"
@@ -96,6 +97,8 @@ def open_run_for_training(
         )
     run.config_digest = sha256_json(cfg.model_dump(mode="json"))
     run.compression = cfg.storage.compression
+    if run.mirror is not None:
+        run.mirror.say = say
     run.donors = cfg.storage.reuse_from
     return run
 
@@ -202,7 +205,10 @@ def open_lineage(
 
 
 def short(path: Path) -> str:
-    """A path as it is shown: from the working directory where it lies below it."""
+    """A path as it is shown: from the working directory where it lies below it; of a copy, its place in the store."""
+    copy = copy_of(path)
+    if copy is not None:
+        return copy.url
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from storage import Run, StorageError, open_run
 from storage.checkpoints import checkpoints
+from storage.copies import copy_of, refresh_all
 from storage.ledger import STAGES, StepView, list_runs
 from storage.reuse import REUSED, reused
 from storage.schema import SCHEMAS, without_round
@@ -32,6 +33,7 @@ _HEADLINE = ("critic/score/mean", "response_length/mean", "actor/kl_loss", "timi
 def ls(root: Path, as_json: bool, console: Console) -> None:
     """List the runs under a folder: state, steps, last score."""
     runs = []
+    refresh_all(root)
     for found in list_runs(root):
         try:
             runs.append(_summary(found))
@@ -295,6 +297,9 @@ def _cell(value: Any, width: int = 80) -> str:
 
 
 def _short(path: Path) -> str:
+    copy = copy_of(path)
+    if copy is not None:
+        return copy.url
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

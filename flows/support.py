@@ -46,6 +46,11 @@ def _reasons(cfg: RunConfig, plan: Plan) -> Iterator[str]:
             "(`ray start --head`, then `ray start --address=...` on the others) and set ray.address=auto."
         )
     rollout, replica = cfg.actor_rollout_ref.rollout, cfg.replica_devices
+    if cfg.storage.in_object_store and max(cfg.trainer.nnodes, rollout.nnodes) > 1:
+        yield (
+            f"storage.root={cfg.storage.root} with ranks on several machines: a run in an object store works in a copy "
+            "on one machine, which the others cannot read. Set storage.root to a file system that all of them see."
+        )
     if rollout.name == "vllm":
         try:
             check_supported(cfg)

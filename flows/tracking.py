@@ -77,7 +77,7 @@ class Tracker:
         """
         if not self._cfg.tracking.enabled or self._sender is not None:
             return
-        root = Path(self._cfg.storage.root).absolute()
+        root = self._cfg.storage.folder.absolute()
         story = {
             "uri": self._cfg.tracking.uri or f"sqlite:///{root / 'mlflow.db'}",
             "artifacts": None if self._cfg.tracking.uri else (root / "mlflow-artifacts").as_uri(),

@@ -42,6 +42,7 @@ from flows.support import refuse_unbuilt
 from flows.tracking import Tracker
 from storage import RunWriter, StorageError, open_run
 from storage.checkpoints import prune_checkpoints, save_checkpoint
+from storage.copies import refresh
 from storage.reuse import donors
 from tasks.advantage import kl_coef
 from tasks.conditions import conditions_of
@@ -103,7 +104,7 @@ def train_and_tell(
     with ExitStack() as stack:
         say = Progress(console).say
         check = stack.enter_context(polite_end(cfg.trainer.stop_grace_s, say))
-        api = stack.enter_context(prefect_api(cfg.orchestration, Path(cfg.storage.root), say))
+        api = stack.enter_context(prefect_api(cfg.orchestration, cfg.storage.folder, say))
         cfg = prepare(recipes, cfg, say, api)
         outcome = run_training(cfg, console, api, back=back, origin=origin, until=until, before_stage=check)
     print_outcome(outcome, console)
@@ -138,6 +139,7 @@ def run_training(
     cfg = with_absolute_paths(cfg)
     refuse_unbuilt(cfg, checked(plan_of(cfg)))
     refuse_empty_pause(cfg, until, back)
+    refresh(run_folder(cfg))
     allowed_changes(run_folder(cfg), cfg, back)
     data = load_data(cfg)
     plan = checked(plan_of(cfg, train_prompts=data.train.table.num_rows, val_prompts=data.val_prompts))

@@ -1,8 +1,8 @@
 """What is kept: Arrow artifacts with manifests, a run's ledger, checkpoints. Imports no tensor or workflow library."""
 
 from storage.artifacts import Artifact, read_table
-from storage.durable import StorageError
-from storage.ledger import Run, RunLocked, RunWriter, open_run
+from storage.durable import RunLocked, StorageError
+from storage.ledger import Run, RunWriter, open_run
 from storage.ragged import Ragged
 from storage.schema import build_table
 

@@ -18,7 +18,9 @@ from typing import Any
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from storage.copies import fetch
 from storage.durable import StorageError, all_or_nothing, sha256_file, sha256_json, sync_file, sync_folder, write_json
+from storage.mirror import changed
 from storage.schema import FORMAT_VERSION, schema_of
 
 MANIFEST = "manifest.json"
@@ -203,6 +205,7 @@ def commit_parts(
     values = manifest.model_dump(mode="json", exclude={"checksum"})
     write_json(folder / MANIFEST, {**values, "checksum": sha256_json(values)})
     sync_folder(folder.parent)
+    changed(folder)
     return reference(folder, manifest)
 
 
@@ -315,10 +318,12 @@ def read_parts(folder: Path, stage: str, parts: Sequence[Part]) -> pa.Table:
 
 
 def stored_part(folder: Path, name: str) -> Path:
-    """Where a part lies: under its own name, or compressed beside it."""
+    """Where a part lies: under its own name, or compressed beside it. Of a copy it is fetched when it is not here."""
     path = folder / name
     packed = path.with_name(name + PACKED)
-    return packed if not path.exists() and packed.exists() else path
+    if path.exists() or packed.exists():
+        return path if path.exists() else packed
+    return packed if not fetch(path) and fetch(packed) else path
 
 
 def unpacked(path: Path) -> pa.Buffer:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.artifacts import MANIFEST
+from storage.copies import fetch
 from storage.durable import (
     StorageError,
     all_or_nothing,
@@ -29,6 +30,7 @@ from storage.durable import (
     sync_folder,
     write_json,
 )
+from storage.mirror import changed, removed
 from storage.schema import FORMAT_VERSION
 
 Say = Callable[[str], None]
@@ -136,6 +138,7 @@ def _put_in_place(aside: Path, folder: Path) -> None:
     aside.rename(folder)
     sync_folder(folder.parent)
     shutil.rmtree(_aside(folder, "replaced"), ignore_errors=True)
+    changed(folder)
 
 
 def _aside(folder: Path, why: str = "new") -> Path:
@@ -219,7 +222,7 @@ def check_checkpoint(checkpoint: Checkpoint) -> None:
     """
     for name, want in checkpoint.manifest["files"].items():
         path = checkpoint.folder / Path(name).name
-        if not path.is_file():
+        if not path.is_file() and not fetch(path):
             raise StorageError(f"{path} is missing though the checkpoint's manifest names it")
         status = path.stat()
         if status.st_size != want["bytes"]:
@@ -278,4 +281,5 @@ def remove_checkpoint(checkpoint: Checkpoint) -> None:
     aside = _aside(checkpoint.folder, "removed")
     checkpoint.folder.rename(aside)
     sync_folder(aside.parent)
+    removed(checkpoint.folder)
     shutil.rmtree(aside)

@@ -17,6 +17,10 @@ class StorageError(RuntimeError):
     """What is on disk cannot be used, or cannot be written; trying again does not help."""
 
 
+class RunLocked(StorageError):
+    """Another live process writes to this run."""
+
+
 def sync_file(path: Path) -> None:
     """Force a file's bytes to the disk."""
     _sync(path, os.O_RDONLY)

@@ -47,7 +47,9 @@ from storage.artifacts import (
     reference,
 )
 from storage.checkpoints import drop_leftovers
+from storage.copies import copy_of, local_folder, refresh
 from storage.durable import (
+    RunLocked,
     StorageError,
     all_or_nothing,
     append_json_line,
@@ -57,6 +59,8 @@ from storage.durable import (
     sync_folder,
     write_json,
 )
+from storage.mirror import Mirror, changed, hold
+from storage.object_store import is_url
 from storage.samples import run_sample_rows, sample_rows
 from storage.schema import FORMAT_VERSION, KIND, SCHEMAS, without_round
 
@@ -110,10 +114,6 @@ def depends_on(stage: str, first: str) -> bool:
     """Whether an artifact is made from another one of its step, or is that one."""
     stage, first = without_round(stage), without_round(first)
     return stage == first or any(depends_on(stage, after) for after in AFTER.get(first, ()))
-
-
-class RunLocked(StorageError):
-    """Another live process writes to this run."""
 
 
 class StepView:
@@ -319,7 +319,7 @@ class Run:
         """The live process that writes to this run; None when there is none."""
         path = self.root / "lock"
         if not path.exists():
-            return None
+            return self._owner_elsewhere()
         with path.open("r") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -328,15 +328,35 @@ class Run:
                     return json.loads(file.read())
                 except ValueError:
                     return {"host": "unknown", "pid": 0}
-        return None
+        return self._owner_elsewhere()
+
+    def _owner_elsewhere(self) -> dict[str, Any] | None:
+        """The process of another machine that writes to the run in the object store, of which this is a copy."""
+        copy = copy_of(self.root)
+        return copy.owner() if copy else None
 
 
 class RunWriter(Run):
     """A run's folder in the hands of its one writer. Use it as a context manager: leaving it gives the lock back."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self._lock_file = _take_lock(self.root)
+    def __init__(self, root: Path, mirror: Mirror | None = None) -> None:
+        """Take the run in a folder; of a copy of one in an object store, its lease too.
+
+        Args:
+            root: the folder.
+            mirror: of the copy, where its lease is held already.
+
+        Raises:
+            RunLocked: another live process, on this machine or another, writes to it.
+        """
+        self.mirror = mirror or hold(root)
+        super().__init__(self.mirror.copy.folder if self.mirror else root)
+        try:
+            self._lock_file = _take_lock(self.root)
+        except BaseException:
+            if self.mirror:
+                self.mirror.close()
+            raise
         self.code_digest = ""
         self.config_digest = ""
         self.compression = "none"
@@ -380,28 +400,35 @@ class RunWriter(Run):
             "documents": {file: hashlib.sha256(text.encode()).hexdigest() for file, text in (documents or {}).items()},
             **({"origin": dict(origin)} if origin else {}),
         }
-        with _sole_creator(root), all_or_nothing(aside, f"run {name}"):
-            for file, text in (documents or {}).items():
-                (aside / file).write_text(text, encoding="utf-8")
-                sync_file(aside / file)
-            write_json(aside / "run.json", identity)
-            try:
-                aside.rename(root)
-            except OSError as error:
-                raise FileExistsError(f"{root} is not empty") from error
-            sync_folder(root.parent)
-        return cls(root)
+        mirror = hold(root)
+        try:
+            _make(root, aside, identity, documents or {})
+        except BaseException:
+            if mirror:
+                mirror.close()
+            raise
+        changed(root)
+        return cls(root, mirror)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._lock_file.close()
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self.mirror is not None:
+                self.mirror.close()
+        except StorageError as error:
+            if failed is None or self.mirror is None:
+                raise
+            self.mirror.say(f"warning: {error}")
+        finally:
+            self._lock_file.close()
 
     def append(self, event: str, **values: Any) -> None:
         """Add an event to the ledger."""
         with full_disk_told(self.root, "the ledger"):
             append_json_line(self.root / "ledger.jsonl", {"event": event, "at": _now(), **values})
+        changed(self.root / "ledger.jsonl")
 
     def open_lineage(
         self, step: int, stage: str | None, changes: Mapping[str, Any], config: Mapping[str, Any]
@@ -417,7 +444,9 @@ class RunWriter(Run):
         parent = self.lineage
         lineage = Lineage(max(self.lineages) + 1, parent, step, stage, changes, config)
         (self.root / "lineages").mkdir(exist_ok=True)
-        write_json(self.root / "lineages" / f"{lineage.number:04d}.json", {**asdict(lineage), "at": _now()})
+        path = self.root / "lineages" / f"{lineage.number:04d}.json"
+        write_json(path, {**asdict(lineage), "at": _now()})
+        changed(path)
         del self.lineages
         self.append("lineage", lineage=lineage.number, parent=parent, step=step, stage=stage, changes=dict(changes))
         return lineage
@@ -427,6 +456,7 @@ class RunWriter(Run):
         aside = self.root / f".{name}.aside"
         aside.write_text(text, encoding="utf-8")
         aside.rename(self.document(name))
+        changed(self.document(name))
 
     def find(self, step: int, stage: str, key: str) -> Artifact | None:
         """The newest attempt of an artifact that was made from exactly this (its key) and is intact on disk."""
@@ -528,6 +558,10 @@ class RunWriter(Run):
         with full_disk_told(self.root, f"the record of step {step}"):
             own = self.lineages[self.lineage].file_name("step.json")
             write_json(self.step(step).folder / own, {**about, **record})
+        changed(self.step(step).folder / own)
+        if self.mirror is not None:
+            # What others keep in the folder, such as what MLflow has received.
+            self.mirror.scan()
 
     def quarantine(self, step: int, stage: str, table: pa.Table, reason: str) -> Path:
         """Keep a table that was refused, for inspection, where no reader of the run looks."""
@@ -536,6 +570,7 @@ class RunWriter(Run):
         with pa.OSFile(str(folder / "refused.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
         write_json(folder / "reason.json", {"step": step, "stage": stage, "reason": reason, "at": _now()})
+        changed(folder)
         return folder
 
     def _drop_uncommitted(self) -> None:
@@ -551,6 +586,20 @@ class RunWriter(Run):
             *self.root.glob("steps/*/*/*/.*.aside"),
         ]:
             path.unlink()
+
+
+def _make(root: Path, aside: Path, identity: Mapping[str, Any], documents: Mapping[str, str]) -> None:
+    """Make a run's folder aside, with its identity and its first texts, and give it its name."""
+    with _sole_creator(root), all_or_nothing(aside, f"run {identity['name']}"):
+        for file, text in documents.items():
+            (aside / file).write_text(text, encoding="utf-8")
+            sync_file(aside / file)
+        write_json(aside / "run.json", identity)
+        try:
+            aside.rename(root)
+        except OSError as error:
+            raise FileExistsError(f"{root} is not empty") from error
+        sync_folder(root.parent)
 
 
 @contextmanager
@@ -570,12 +619,15 @@ def open_run(path: str | Path, lineage: int | None = None) -> Run:
     """Open a run's folder for reading.
 
     Args:
-        path: the folder.
+        path: the folder; or `s3://bucket/key` of a run in an object store, which is read through a copy.
         lineage: which of its histories; None: the newest.
 
     Raises:
         StorageError: there is no run at this path, it is of a newer format, or it has no such lineage.
     """
+    if is_url(path):
+        path = local_folder(str(path))
+    refresh(Path(path))
     run = Run(Path(path), lineage)
     _ = run.identity
     if run.lineage not in run.lineages:

@@ -21,6 +21,7 @@ from storage.artifacts import DROPPED, MANIFEST, PACKED, read_manifest, unpacked
 from storage.checkpoints import Checkpoint, checkpoints, intact_checkpoints, remove_checkpoint
 from storage.durable import StorageError, no_space, sync_file, sync_folder, write_json
 from storage.ledger import Run, RunWriter
+from storage.mirror import changed, listed, removed
 
 CHECKPOINT = "checkpoint"
 """Stands for the name of an artifact where a checkpoint is meant."""
@@ -168,9 +169,9 @@ def compress(run: RunWriter, items: Sequence[Aged]) -> int:
 def _rows_of(run: Run, step: int, why: str, pattern: str = "part-*") -> Iterator[Aged]:
     """All committed attempts of a step that have parts on disk."""
     for folder in sorted(run.step(step).folder.glob("*/[0-9]*")):
-        parts = list(folder.glob(pattern)) if folder.name.isdigit() and (folder / MANIFEST).is_file() else []
+        parts = listed(folder, pattern) if folder.name.isdigit() and (folder / MANIFEST).is_file() else {}
         if parts:
-            yield Aged(step, folder.parent.name, int(folder.name), _size(parts), why, folder)
+            yield Aged(step, folder.parent.name, int(folder.name), sum(parts.values()), why, folder)
 
 
 def _attempt_is_seen(run: Run, aged: Aged) -> bool:
@@ -199,6 +200,7 @@ def _drop_rows(item: Aged) -> None:
     try:
         if not _is_dropped(item):
             write_json(item.folder / DROPPED, about)
+            changed(item.folder / DROPPED)
         _remove_parts(item.folder)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -206,12 +208,14 @@ def _drop_rows(item: Aged) -> None:
         # On a full disk the room for the note has to come from the rows.
         _remove_parts(item.folder)
         write_json(item.folder / DROPPED, about)
+        changed(item.folder / DROPPED)
     sync_folder(item.folder)
 
 
 def _remove_parts(folder: Path) -> None:
-    for part in folder.glob("part-*"):
-        part.unlink()
+    for name in listed(folder, "part-*"):
+        (folder / name).unlink(missing_ok=True)
+        removed(folder / name)
 
 
 def _compress_part(item: Aged, part: Path) -> int:
@@ -233,5 +237,7 @@ def _compress_part(item: Aged, part: Path) -> int:
     finally:
         aside.unlink(missing_ok=True)
     sync_folder(item.folder)
+    changed(packed)
     part.unlink()
+    removed(part)
     return size - packed.stat().st_size

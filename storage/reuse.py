@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from storage.artifacts import MANIFEST, Artifact, Manifest, check_parts, read_manifest, stored_part
+from storage.copies import local_folder, refresh
 from storage.durable import StorageError, sync_file
 from storage.ledger import RunWriter, StepView
+from storage.object_store import is_url
 
 REUSED = "reused_from"
 """Note of an artifact that was taken over: run, digest and attempt of the other one, and the seconds it took there."""
@@ -46,6 +48,11 @@ def donors(patterns: Sequence[str], own: Path) -> Iterator[Path]:
     """Folders of runs, each once, in the order of the patterns; a pattern that matches none is no error."""
     seen = {own.resolve()}
     for pattern in patterns:
+        if is_url(pattern):
+            # Of runs in an object store, those that this machine has copies of; one that is named in full is brought.
+            pattern = str(local_folder(pattern))
+            if not glob.has_magic(pattern):
+                refresh(Path(pattern))
         for path in map(Path, sorted(glob.glob(pattern))):  # noqa: PTH207 - pathlib's globs cannot be absolute
             if path.resolve() not in seen and (path / "run.json").is_file():
                 seen.add(path.resolve())

@@ -7,6 +7,7 @@ What follows from them is the plan's business (tasks/geometry.py). Nothing here 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -652,12 +653,39 @@ class StorageConfig(Section):
     """`storage`: where artifacts lie, and for how long."""
 
     root: str = "runs"
-    """Folder of all runs."""
+    """Folder of all runs; or `s3://bucket/path`: runs work in copies on this machine, which are mirrored there."""
+    endpoint: Address | None = None
+    """URL of the object store's S3 service; null: `AWS_ENDPOINT_URL` if set, else AWS. Credentials come from the
+    environment alone."""
+    region: str | None = None
+    """Region of the bucket; null: `AWS_REGION` if set, else us-east-1."""
     compression: Literal["none", "zstd"] = "none"
     """Compression inside artifacts' Arrow files."""
     retention: RetentionConfig = RetentionConfig()
     reuse_from: tuple[str, ...] = ()
     """Folders of other runs, or globs of them: what they have made of exactly the same things is taken over."""
+
+    @property
+    def in_object_store(self) -> bool:
+        """Whether runs lie in an object store."""
+        return self.root.startswith("s3:/")
+
+    @property
+    def folder(self) -> Path:
+        """Folder of all runs on this machine: `root`, or that of its copies."""
+        return self.place(self.root)
+
+    def place(self, path: str) -> Path:
+        """A path on this machine; that of the copy for `s3://bucket/path`.
+
+        Raises:
+            ValueError: it is no place in an object store though it looks like one.
+        """
+        if not path.startswith("s3:/"):
+            return Path(path)
+        from storage.copies import local_folder
+
+        return local_folder(path, self.endpoint, self.region)
 
 
 class TrackingConfig(Section):

@@ -36,7 +36,7 @@ def tracking_uri(subject: Subject) -> str | None:
         return str(json.loads(told.read_text())["uri"])
     if subject.cfg is None:
         return None
-    return subject.cfg.tracking.uri or f"sqlite:///{Path(subject.cfg.storage.root).absolute() / 'mlflow.db'}"
+    return subject.cfg.tracking.uri or f"sqlite:///{subject.cfg.storage.folder.absolute() / 'mlflow.db'}"
 
 
 def prefect_url(subject: Subject) -> str | None:
@@ -127,7 +127,7 @@ def check_prefect(subject: Subject) -> Iterator[Finding]:
 def _managed_prefect(subject: Subject) -> Finding:
     from flows.prefect_server import PrefectAPI
 
-    root = Path(subject.cfg.storage.root) if subject.cfg else subject.folder
+    root = subject.cfg.storage.folder if subject.cfg else subject.folder
     home = root.expanduser().absolute() / ".prefect"
     try:
         url = str(json.loads((home / "server.json").read_text())["url"])

@@ -89,7 +89,7 @@ def _read(words: Sequence[str], deep: bool) -> Subject:
         cfg = load_config([], overrides, base=config_of(run, run.lineage))
         return _with_plan(Subject(folder, cfg, run, deep=deep))
     if not words:
-        return Subject(Path(RunConfig().storage.root), deep=deep)
+        return Subject(RunConfig().storage.folder, deep=deep)
     cfg = load_config([recipe_file(name) for name in names], overrides)
     return _with_plan(Subject(_folder_of(cfg), cfg, deep=deep))
 
@@ -99,7 +99,7 @@ def _folder_of(cfg: RunConfig) -> Path:
     from flows.run_folder import run_folder
 
     folder = run_folder(cfg)
-    return folder if folder.is_dir() or cfg.trainer.default_local_dir else Path(cfg.storage.root)
+    return folder if folder.is_dir() or cfg.trainer.default_local_dir else cfg.storage.folder
 
 
 def _with_plan(subject: Subject) -> Subject:

@@ -72,7 +72,7 @@ def _quickstart(cfg: RunConfig, say: Callable[[str], None], api: PrefectAPI | No
     from flows.warm_start import ensure_warm_start
     from tasks.warm_start.parameters import WarmStartParameters
 
-    root, seed = Path(cfg.storage.root), cfg.trainer.seed
+    root, seed = cfg.storage.folder, cfg.trainer.seed
     made = ensure_warm_start(root, WarmStartParameters(), seed, api=api, say=say)
     return _filled(made.model_path, made.train_file, made.val_file)
 
@@ -80,7 +80,7 @@ def _quickstart(cfg: RunConfig, say: Callable[[str], None], api: PrefectAPI | No
 def _smollm2(cfg: RunConfig, say: Callable[[str], None], api: PrefectAPI | None) -> dict[str, Any]:
     from flows.smollm2 import ensure_small_additions, ensure_smollm2
 
-    root = Path(cfg.storage.root)
+    root = cfg.storage.folder
     train, val = ensure_small_additions(root, cfg.trainer.seed, 64, api=api, say=say)
     return _filled(ensure_smollm2(root, api=api, say=say), train, val)
 

@@ -152,7 +152,7 @@ class ScheduleFile(Section):
     @cached_property
     def root(self) -> Path:
         """Where the runs lie, in full."""
-        return Path(self.storage.root).absolute()
+        return self.storage.folder.absolute()
 
 
 class Served(Section):

@@ -24,7 +24,10 @@ from uuid import uuid4
 from flows.sweep.board import Advance, Board, Result, Trial
 from flows.sweep.spec import SweepSpec
 from storage import Run, StorageError, open_run
+from storage.copies import local_folder, refresh
 from storage.durable import append_json_line, full_disk_told, read_json_lines, write_json
+from storage.mirror import mirror_of, mirrored
+from storage.object_store import is_url
 from tasks.config import RunConfig
 
 ENDING = ".sweep"
@@ -153,11 +156,12 @@ class Sweep:
 
     def run_folder(self, trial: int, seed: int) -> Path:
         """Where that run lies."""
-        return Path(self.base.storage.root) / self.project / self.run_name(trial, seed)
+        return self.base.storage.folder / self.project / self.run_name(trial, seed)
 
     def run(self, trial: int, seed: int) -> Run | None:
         """That run; None: it has not begun."""
         folder = self.run_folder(trial, seed)
+        refresh(folder)
         return open_run(folder) if (folder / "run.json").is_file() else None
 
     def finished_steps(self, trial: int, seed: int) -> int:
@@ -173,11 +177,15 @@ class SweepWriter(Sweep):
         """Add an event to the ledger."""
         with full_disk_told(self.folder, "the ledger of the sweep"):
             append_json_line(self.folder / "ledger.jsonl", {"event": event, "at": _now(), **values})
+        mirror = mirror_of(self.folder)
+        if mirror is not None:
+            for pattern in ("configs/*", "logs/*", "*"):
+                mirror.scan(pattern)
 
 
 def sweep_folder(spec: SweepSpec, base: RunConfig) -> Path:
     """Where a sweep lies."""
-    return Path(base.storage.root) / base.trainer.project_name / f"{spec.name}{ENDING}"
+    return base.storage.folder / base.trainer.project_name / f"{spec.name}{ENDING}"
 
 
 def open_sweep(path: str | Path) -> Sweep:
@@ -186,6 +194,9 @@ def open_sweep(path: str | Path) -> Sweep:
     Raises:
         StorageError: there is none.
     """
+    if is_url(path):
+        path = local_folder(str(path))
+    refresh(Path(path))
     return Sweep(Path(path))
 
 
@@ -203,7 +214,7 @@ def writing(spec: SweepSpec, base: RunConfig, total: int) -> Iterator[SweepWrite
     """
     folder = sweep_folder(spec, base)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as file:
+    with mirrored(folder), (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

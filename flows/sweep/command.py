@@ -36,7 +36,7 @@ def sweep_command(path: Path) -> int:
     with ExitStack() as stack:
         check = stack.enter_context(polite_end(base.trainer.stop_grace_s, say))
         sweep = stack.enter_context(writing(spec, base, total))
-        api = stack.enter_context(prefect_api(base.orchestration, Path(base.storage.root), say))
+        api = stack.enter_context(prefect_api(base.orchestration, base.storage.folder, say))
         say(f"sweep folder {sweep.folder}")
         mirror = stack.enter_context(Mirror(sweep.folder, say))
         if api is not None and (problem := api.wait_ready(say)):

@@ -142,7 +142,7 @@ def to_mlflow(sweep: Sweep) -> None:
     from flows.mlflow_family import FamilyMember, tell_family
     from flows.tracking import deliver_pending
 
-    root = Path(sweep.base.storage.root)
+    root = sweep.base.storage.folder
     uri = sweep.base.tracking.uri or f"sqlite:///{root / 'mlflow.db'}"
     found = rows(sweep)
     over = sweep.told_state != "running"

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -172,7 +171,7 @@ class Loop:
                 self.say(f"{name} is still being written by process {run.owner()}; waiting for it")
                 self._waits.add(name)
             return True
-        slot = acquire(Path(self.sweep.base.storage.root) / SLOTS, self.sweep.spec.slots, {"run": name}, wait_s=0)
+        slot = acquire(self.sweep.base.storage.folder / SLOTS, self.sweep.spec.slots, {"run": name}, wait_s=0)
         if slot is None:
             return False
         self._run(advance, seed, slot)

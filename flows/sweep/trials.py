@@ -50,7 +50,7 @@ def trial_config(
 
 def siblings(spec: SweepSpec, base: RunConfig) -> str:
     """Glob of the folders of a sweep's runs, which share what is equal in their first step."""
-    return str(Path(base.storage.root) / base.trainer.project_name / f"{glob.escape(spec.name)}-[0-9]*-s*")
+    return str(base.storage.folder / base.trainer.project_name / f"{glob.escape(spec.name)}-[0-9]*-s*")
 
 
 def refusal(cfg: RunConfig, total: int) -> str | None:

@@ -40,7 +40,7 @@ def ray_ranks(cfg: RunConfig, *, total_steps: int) -> Iterator[WorkerGroup]:
     pools = [Pool(trainer.nnodes, trainer.n_gpus_per_node, training_role(cfg))]
     if not cfg.actor_rollout_ref.hybrid_engine:
         pools.append(Pool(*cfg.sampling_devices, Role.ROLLOUT, "sampler"))
-    place = Path(cfg.storage.root).absolute() / ".ranks"
+    place = cfg.storage.folder.absolute() / ".ranks"
     gpus = None if trainer.device == "auto" else trainer.device == "cuda"
     with ExitStack() as stack:
         ranks = sum(pool.nodes * pool.devices for pool in pools)
