@@ -171,10 +171,17 @@ class Stack:
         if name == "postgres":
             self.postgres.kill()
             return
-        process = self._processes[name]
-        for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            one.kill()
-        process.wait(30)
+        for one in self.tree(name):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        self._processes[name].wait(30)
+
+    def tree(self, name: str) -> list[psutil.Process]:
+        """A service's processes that are there."""
+        if name not in self._processes or self._processes[name].poll() is not None:
+            return []
+        first = psutil.Process(self._processes[name].pid)
+        return [first, *first.children(recursive=True)]
 
     def process(self, name: str) -> subprocess.Popen[bytes]:
         """A service's first process."""
