@@ -329,6 +329,8 @@ def refresh(folder: Path) -> None:
                     copy.folder.mkdir(parents=True, exist_ok=True)
                     copy.bring(there)
             alive = holder is not None and not holder.released and not holder.is_dead
+            # The age is only shown: clocks of two machines decide nothing. See storage.lease for what does.
+            alive = alive and holder is not None and copy.bucket.age_s(copy.lease_key) < 2 * holder.lease_s
             about = {"host": holder.host, "pid": holder.pid, "since": holder.since} if holder and alive else {}
             write_json(copy.state / "holder.json", about)
     except StoreAway as error:

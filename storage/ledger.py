@@ -413,7 +413,7 @@ class RunWriter(Run):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, failed: type[BaseException] | None = None, *_: object) -> None:
         try:
             if self.mirror is not None:
                 self.mirror.close()
