@@ -13,7 +13,7 @@ from flows.config_layers import Layers, read_yaml
 from flows.local_paths import with_absolute_paths
 from storage import Run, RunWriter, StorageError, open_run
 from storage.copies import copy_of
-from storage.durable import sha256_file, sha256_json
+from storage.durable import read_json, sha256_file, sha256_json
 from tasks.config import RunConfig
 from tasks.stage import code_digest
 
@@ -89,7 +89,7 @@ def open_run_for_training(
             ) from None
         say(f"run folder {short(folder)}")
     run.code_digest = code_digest(("tasks", "storage"))
-    opened = [event["code_digest"] for event in run.events() if event["event"] == "opened"]
+    opened = [event["code_digest"] for event in run.events() if event["event"] == "opened" and "code_digest" in event]
     if opened and opened[-1] != run.code_digest:
         say(
             "the code of grpoflow is another one than when this run was last open: stages whose code changed are run "
@@ -125,7 +125,7 @@ def config_of(run: Run, lineage: int) -> RunConfig:
                     if key not in OF_ONE_COMMAND:
                         layers.put(key, new, "ledger.jsonl")
         return RunConfig.model_validate(layers.values)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise StorageError(f"{path} cannot be read, so the run cannot go on: {error}") from error
 
 
@@ -400,7 +400,7 @@ def _begun_with(run: Run, lineage: int) -> dict[str, str] | None:
     path = run.root / this.file_name("inputs.json")
     if path.exists():
         try:
-            digests = json.loads(path.read_text())["digests"]
+            digests = read_json(path)["digests"]
             return {key: str(digests[key]) for key in ("data.train_files", "actor_rollout_ref.model.path")}
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(

@@ -152,7 +152,7 @@ def _wrong_with_parts(look: Look, stage: str, manifest: Manifest) -> str | None:
 def _check_rows(folder: Path, part: Part) -> None:
     """A footer can list fewer batches than the file holds: a reader of files and a reader of streams then disagree."""
     path = stored_part(folder, part.name)
-    source = unpacked(path) if path.name.endswith(PACKED) else pa.memory_map(str(path), "r").read_buffer()
+    source = unpacked(path, part.bytes) if path.name.endswith(PACKED) else pa.memory_map(str(path), "r").read_buffer()
     try:
         with pa.ipc.open_file(source) as reader:
             rows = sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
