@@ -17,7 +17,11 @@ from object_store import object_store
 from servers import wait_until
 from tiny_runs import digest, run
 
-from flows.config import to_yaml
+from flows.config import load_config, to_yaml
+from flows.doctor.services import check_store
+from flows.doctor.subject import Subject
+from flows.run_folder import run_folder
+from flows.schedules.spec import configuration, load_schedules, served
 from flows.sweep.book import open_sweep
 from flows.sweep.table import as_json
 from storage import RunLocked, RunWriter, StorageError, open_run
@@ -332,3 +336,22 @@ def test_a_lease_of_a_process_that_is_gone_is_taken_at_once(store, tmp_path):
     assert time.monotonic() - began < leases.LEASE_S / 2
     events = [json.loads(line)["event"] for line in store.bucket.get("gone/toy/run/ledger.jsonl")[0].splitlines()]
     assert events == ["first", "second"]
+
+
+def test_doctor_tries_the_store_and_leaves_nothing_there(store, monkeypatch):
+    cfg = load_config([], ["storage.root=s3://team/doctored"])
+    (found,) = check_store(Subject(cfg.storage.folder, cfg))
+    assert found.status == "ok" and not list(store.bucket.list("doctored-"))
+    monkeypatch.setattr(Bucket, "put_if", lambda self, key, value, etag: self.put(key, value))
+    (found,) = check_store(Subject(cfg.storage.folder, cfg))
+    assert found.status == "error" and "conditional PUT" in found.advice
+
+
+def test_runs_of_schedules_lie_in_the_store_too(store, tmp_path):
+    path = tmp_path / "nightly.yaml"
+    one = {"name": "n", "train": ["quickstart"], "interval_s": 3600}
+    path.write_text(yaml.safe_dump({"storage": {"root": "s3://team/nights"}, "schedules": [one]}))
+    file = load_schedules(path)
+    cfg = configuration(served(file, None)["n"], "tonight")
+    assert run_folder(cfg) == local_folder("s3://team/nights/grpoflow/tonight")
+    assert cfg.storage.root == "s3://team/nights" and file.root.is_relative_to(tmp_path / "cache")

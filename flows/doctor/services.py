@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from importlib import metadata
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 
 from flows.doctor.finding import Finding, address_and_login, masked
 from flows.doctor.subject import Subject
+from storage.copies import copy_of
+from storage.object_store import Bucket, ConditionFailed
 from tasks.config import OrchestrationConfig
 
 ANSWER_TIMEOUT_S = 2.0
@@ -155,6 +158,46 @@ def _start_prefect() -> Finding:
     if problem:
         return Finding("prefect", "warn", problem, "Training goes on without it.")
     return Finding("prefect", "ok", "a server was started and answered; it is stopped again")
+
+
+# --------------------------------------------------------------------------------------------------------- object store
+
+
+def check_store(subject: Subject) -> Iterator[Finding]:
+    """Whether the object store of the runs takes objects, and refuses those whose condition does not hold."""
+    from storage import StorageError
+
+    if subject.cfg is None or not subject.cfg.storage.in_object_store:
+        return
+    root = subject.cfg.storage.root
+    try:
+        copy = copy_of(subject.cfg.storage.folder / "doctor")
+        assert copy is not None, "an s3:// root has its folder in the cache"
+        refused = list(_conditions_kept(copy.bucket, f"{copy.key}-{uuid4().hex}.json"))
+    except (StorageError, ValueError) as error:
+        advice = "Look at storage.root, storage.endpoint, storage.region and the credentials in the environment."
+        yield Finding("store", "error", str(error), advice)
+        return
+    if all(refused):
+        yield Finding("store", "ok", f"{root} takes objects, and refuses what a lease has it refuse")
+    else:
+        advice = "Two machines could write one run. Choose a store with conditional PUT (If-Match, If-None-Match)."
+        yield Finding("store", "error", f"{root} overwrites objects though the condition of the put fails", advice)
+
+
+def _conditions_kept(bucket: Bucket, key: str) -> Iterator[bool]:
+    """Whether a second first put is refused, and a put on what is not there any more."""
+    first = bucket.put_if(key, b"1", None)
+    try:
+        bucket.put_if(key, b"2", first)
+        for stale in (None, first):
+            try:
+                bucket.put_if(key, b"3", stale)
+                yield False
+            except ConditionFailed:
+                yield True
+    finally:
+        bucket.delete([key])
 
 
 # ------------------------------------------------------------------------------------------------------------------ Ray
