@@ -27,7 +27,7 @@ def run_folder(cfg: RunConfig) -> Path:
         return Path(trainer.default_local_dir)
     for key in ("project_name", "experiment_name"):
         name = getattr(trainer, key)
-        if not name or name in (".", "..") or set(name) & set("/\\\0"):
+        if not name or name in (".", "..") or set(name) & set("/\\") or not name.isprintable():
             raise ValueError(f"trainer.{key}={name!r} cannot be the name of a folder under storage.root")
     return Path(cfg.storage.root) / trainer.project_name / trainer.experiment_name
 

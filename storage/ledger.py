@@ -141,12 +141,13 @@ class _Record(TypedDict):
 
 _IDENTITY, _RECORD = TypeAdapter(_Identity), TypeAdapter(_Record)
 
-_MUST_SAY = {
+_MUST_SAY: dict[str, dict[str, type]] = {
     "opened": {"state": str},
     "closed": {"state": str},
     "config_changed": {"changes": dict},
     "reward_functions": {"digest": str},
     "lineage": {"lineage": int},
+    "damaged": {"stage": str, "reason": str},
 }
 """Members of events that are read; a line without them is no event."""
 

@@ -24,7 +24,7 @@ from uuid import uuid4
 from flows.sweep.board import Advance, Board, Result, Trial
 from flows.sweep.spec import SweepSpec
 from storage import Run, StorageError, open_run
-from storage.durable import append_json_line, full_disk_told, read_json_lines, write_json
+from storage.durable import append_json_line, full_disk_told, read_json, read_json_lines, write_json
 from tasks.config import RunConfig
 
 ENDING = ".sweep"
@@ -65,7 +65,7 @@ class Sweep:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         try:
-            about = json.loads((self.folder / "sweep.json").read_text())
+            about = read_json(self.folder / "sweep.json")
             self.sweep_id: str = about["sweep_id"]
             self.total: int = about["total_steps"]
             self.project: str = about["project"]
