@@ -155,6 +155,8 @@ def run_training(
             progress.say(f"warning: {sentence}")
         first_weights = workers.group.weights_digest()
         run = stack.enter_context(open_run_for_training(cfg, progress.say, back, origin))
+        if isinstance(console, RunConsole):
+            console.run_id = run.run_id
         if back is not None:
             check_going_back(run, back, last_finished_step(run), plan.total_steps or 0)
             rebuild(run, workers.group, back.step - 1, progress.say)
