@@ -131,7 +131,7 @@ def signed(value):
 @contextmanager
 def in_place(path, content):
     """A file with another content, for the time of a block."""
-    kept, aside = path.with_name("kept"), path.with_name("aside")
+    kept, aside = path.with_name(f"{path.name}.kept"), path.with_name(f"{path.name}.aside")
     path.rename(kept)
     aside.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     aside.rename(path)  # not in place: the file may be mapped
