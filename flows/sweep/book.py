@@ -30,7 +30,7 @@ from tasks.config import RunConfig
 ENDING = ".sweep"
 """Of a sweep's folder."""
 
-HARMLESS = ("slots", "devices_per_slot", "threads_per_slot", "budget")
+HARMLESS = ("slots", "devices_per_slot", "threads_per_slot", "budget", "optuna_storage")
 """What of a sweep's file may change when the sweep goes on: nothing that a decision was made from."""
 
 
