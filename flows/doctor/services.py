@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import socket
 import sqlite3
@@ -23,6 +22,7 @@ import psutil
 from flows.doctor.finding import Finding, address_and_login, masked
 from flows.doctor.subject import Subject
 from storage.copies import copy_of
+from storage.durable import read_json
 from storage.object_store import Bucket, ConditionFailed
 from tasks.config import OrchestrationConfig
 
@@ -36,7 +36,7 @@ LONGEST_SOCKET_PATH = 107
 def tracking_uri(subject: Subject) -> str | None:
     """Where metrics go: as the run was begun with, as configured, or to the store in the folder of runs."""
     if subject.run is not None and (told := subject.run.document("tracking.json")).is_file():
-        return str(json.loads(told.read_text())["uri"])
+        return str(read_json(told)["uri"])
     if subject.cfg is None:
         return None
     return subject.cfg.tracking.uri or f"sqlite:///{subject.cfg.storage.folder.absolute() / 'mlflow.db'}"
@@ -133,7 +133,7 @@ def _managed_prefect(subject: Subject) -> Finding:
     root = subject.cfg.storage.folder if subject.cfg else subject.folder
     home = root.expanduser().absolute() / ".prefect"
     try:
-        url = str(json.loads((home / "server.json").read_text())["url"])
+        url = str(read_json(home / "server.json")["url"])
     except (OSError, ValueError, KeyError):
         url = None
     if url and PrefectAPI(url, 0.0, home).answers(ANSWER_TIMEOUT_S):

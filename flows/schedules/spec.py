@@ -74,7 +74,7 @@ class Schedule(Section):
     def _known_zone(cls, value: str | None) -> str | None:
         if value is not None and value not in available_timezones():
             near = difflib.get_close_matches(value, available_timezones(), n=1)
-            raise ValueError(f"{value!r} is no time zone of the IANA list{f'; do you mean {near[0]}?' * bool(near)}")
+            raise ValueError(f"{value!r} is no time zone of the IANA list{f'; do you mean {near[0]}?' if near else ''}")
         return value
 
     @field_validator("overrides")
@@ -289,5 +289,5 @@ def _problem(one: Any, path: Path) -> ConfigProblem:
     if one["type"] == "extra_forbidden":
         model = Schedule if one["loc"][0] == "schedules" else ScheduleFile
         near = difflib.get_close_matches(str(one["loc"][-1]), list(model.model_fields), n=1)
-        message = f"there is no such key{f'; do you mean {near[0]}?' * bool(near)}"
+        message = f"there is no such key{f'; do you mean {near[0]}?' if near else ''}"
     return ConfigProblem(key, message, str(path))
