@@ -338,6 +338,19 @@ def test_a_lease_of_a_process_that_is_gone_is_taken_at_once(store, tmp_path):
     assert events == ["first", "second"]
 
 
+def test_a_copy_that_was_removed_to_make_room_is_brought_again(store, tiny_run):
+    cfg = in_store(tiny_run, "room")
+    first, _ = run(cfg)
+    weights = digest(first, 3)
+    shutil.rmtree(first.root)
+    again = open_run("s3://team/room/toy/run")
+    assert again.finished_steps() == [1, 2, 3] and digest(again, 3) == weights
+    shutil.rmtree(first.root)
+    with RunWriter(first.root) as writer:
+        assert writer.finished_steps() == [1, 2, 3]
+    assert "steps/000001/rollouts/0001/manifest.json" in keys(store, "room/toy/run")
+
+
 def test_doctor_tries_the_store_and_leaves_nothing_there(store, monkeypatch):
     cfg = load_config([], ["storage.root=s3://team/doctored"])
     (found,) = check_store(Subject(cfg.storage.folder, cfg))
@@ -353,5 +366,5 @@ def test_runs_of_schedules_lie_in_the_store_too(store, tmp_path):
     path.write_text(yaml.safe_dump({"storage": {"root": "s3://team/nights"}, "schedules": [one]}))
     file = load_schedules(path)
     cfg = configuration(served(file, None)["n"], "tonight")
-    assert run_folder(cfg) == local_folder("s3://team/nights/grpoflow/tonight")
+    assert run_folder(cfg) == local_folder("s3://team/nights/quickstart/tonight")
     assert cfg.storage.root == "s3://team/nights" and file.root.is_relative_to(tmp_path / "cache")
