@@ -15,9 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from storage.arrow_file import unpacked_bytes
 from storage.copies import fetch
 from storage.durable import (
     StorageError,
@@ -410,14 +412,18 @@ def _map(folder: Path, stage: str, part: Part, columns: Sequence[str] | None) ->
     if unknown := sorted(set(columns or ()) - set(schema.names)):
         raise ValueError(f"{stage} has no column {', '.join(unknown)}; it has {', '.join(schema.names)}")
     try:
-        source = unpacked(path, part.bytes) if path.name.endswith(PACKED) else pa.memory_map(str(path), "r")
+        packed = path.name.endswith(PACKED)
+        source = unpacked(path, part.bytes) if packed else pa.memory_map(str(path), "r").read_buffer()
+        needed, free = unpacked_bytes(source), psutil.virtual_memory().available
+        if needed > free:
+            raise StorageError(f"{path} unpacks to {needed:,} bytes of memory, and {free:,} are free")
         with pa.ipc.open_file(source) as reader:
             if not reader.schema.equals(schema):
                 raise StorageError(f"{path} is no part of {stage}: its columns or their types are other ones")
             table = reader.read_all()
         table = table if columns is None else table.select(list(columns))
         table.validate(full=True)
-    except (pa.ArrowException, OSError, MemoryError) as error:
+    except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
         raise StorageError(f"{path} is no readable Arrow file: {error}") from error
     if table.num_rows != part.rows:
         raise StorageError(f"{path} has {table.num_rows} rows but was committed with {part.rows}")

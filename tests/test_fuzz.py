@@ -6,6 +6,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
@@ -19,6 +20,7 @@ from flows.run_folder import config_of as config_of_run
 from flows.schedules.spec import load_schedules
 from flows.sweep.spec import load_sweep
 from storage import RunWriter, StorageError, open_run, read_table
+from storage.arrow_file import unpacked_bytes
 from storage.artifacts import MANIFEST, forget_checked, read_manifest
 from storage.checkpoints import checkpoints, intact_checkpoints, save_checkpoint
 from storage.durable import parse_json, sha256_json
@@ -175,6 +177,8 @@ def test_any_arrow_file_is_read_or_refused(copied, data):
         forget_checked()
         with only(StorageError):
             read_table(folder)
+        with only(ValueError):
+            unpacked_bytes(pa.py_buffer(bytes_now))
 
 
 def _of_part(manifest, content):

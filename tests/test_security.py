@@ -24,6 +24,7 @@ from flows.config import load_config
 from flows.run_folder import run_folder
 from flows.sweep.spec import load_sweep
 from storage import RunWriter, StorageError, open_run, read_table
+from storage.arrow_file import unpacked_bytes
 from storage.artifacts import MANIFEST, PACKED, forget_checked, read_manifest
 from storage.checkpoints import check_checkpoint, checkpoints
 from storage.durable import sha256_file, sha256_json, write_json
@@ -303,6 +304,25 @@ def test_a_compressed_part_is_unpacked_no_further_than_its_manifest_says(hostile
     with pytest.raises(StorageError, match="it holds more than"):
         read_table(folder)
     assert pa.total_allocated_bytes() - before < 64 << 20 and Path(str(part) + PACKED).stat().st_size < 1 << 20
+
+
+def test_an_arrow_file_that_unpacks_to_more_than_the_memory_is_refused_before_it_is_unpacked(hostile):
+    folder = artifact(hostile)
+    good = read_table(folder)
+    many = pa.concat_tables([good] * 20_000).combine_chunks()
+    replace_part(folder, arrow_file(many, compression="zstd"))
+    content = pa.py_buffer((folder / "part-00000.arrow").read_bytes())
+    assert 0.5 < unpacked_bytes(content) / many.nbytes < 2 and content.size < many.nbytes / 10
+    lying = bytes(content).replace(struct.pack("<q", 8 * many.num_rows), struct.pack("<q", 2**60))
+    replace_part(folder, lambda path: path.write_bytes(lying))
+    before = pa.total_allocated_bytes()
+    with pytest.raises(StorageError, match="bytes of memory, and"):
+        read_table(folder)
+    assert pa.total_allocated_bytes() - before < 1 << 20
+
+
+def test_what_an_arrow_file_unpacks_to_is_nothing_where_nothing_is_compressed(hostile):
+    assert unpacked_bytes(pa.py_buffer((artifact(hostile) / "part-00000.arrow").read_bytes())) == 0
 
 
 def test_a_manifest_of_100_mb_is_refused_before_it_is_parsed(hostile):
