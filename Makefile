@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 SPREAD := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --dist loadfile --no-loadscope-reorder
 test test-all test-vllm test-vllm-all: export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-all test-vllm test-vllm-all vllm-env lint format bench clean
+.PHONY: quickstart test test-all test-vllm test-vllm-all vllm-env stack-test up down lint format bench clean
 
 quickstart: .venv/installed
 	$(BIN)/grpoflow train quickstart
@@ -28,6 +28,22 @@ test-vllm-all: .venv/installed-dev $(VLLM)/installed
 	GRPOFLOW_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm
 
 vllm-env: $(VLLM)/installed
+
+# The team deployment in containers; PROFILES=gpu, ray or "gpu ray" adds such workers. The commands of its services without
+# containers: stack-test.
+up: .env
+	docker compose $(addprefix --profile ,$(PROFILES)) up --detach --build
+
+down:
+	docker compose --profile gpu --profile ray down
+
+stack-test: .venv/installed-dev
+	$(BIN)/python -m pytest tests/test_compose.py tests/test_stack.py
+
+# Made once, with random secrets that only its owner can read.
+.env:
+	umask 077 && $(PYTHON) -c 'import re, secrets; print(re.sub(r"(?m)^(\w+)=$$", lambda one: f"{one[1]}={secrets.token_hex(16)}", open(".env.example").read()), end="")' > $@.aside
+	mv $@.aside $@
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -39,11 +39,22 @@ Until = Annotated[
 
 
 @app.command()
-def train(words: Words = None, until: Until = None) -> None:
+def train(
+    words: Words = None,
+    until: Until = None,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", metavar="POOL", help="Submit to this Prefect work pool, whose workers run it."),
+    ] = None,
+) -> None:
     """Train: plan, then run every step as a flow of committed stages. Run again to go on after a kill."""
+    files, overrides = _split(words)
+    if on is not None:
+        from flows.schedules.submit import submit_command
+
+        raise typer.Exit(submit_command(files, overrides, on, until, typer.echo))
     from flows.train import train_command
 
-    files, overrides = _split(words)
     raise typer.Exit(train_command(files, overrides, until))
 
 

@@ -27,11 +27,13 @@ class Postgres:
     Attributes:
         folder: data, socket and log.
         port: on the loopback address.
+        options: more words of the server's command line.
     """
 
     folder: Path
     port: int = field(default_factory=free_port)
     password: str = field(default_factory=lambda: secrets.token_hex(8))
+    options: tuple[str, ...] = ()
     _server: subprocess.Popen[bytes] | None = None
 
     def url(self, database: str, driver: str = "psycopg2") -> str:
@@ -48,6 +50,7 @@ class Postgres:
     def start(self) -> None:
         """Start the server and wait until it answers."""
         words = ["-D", self._data, "-p", str(self.port), "-c", "listen_addresses=127.0.0.1", "-k", str(self.folder)]
+        words += self.options
         with (self.folder / "log").open("ab") as log:
             self._server = subprocess.Popen(
                 [*_as_nobody(), str(HOMES[-1] / "postgres"), *words], stdout=log, stderr=log

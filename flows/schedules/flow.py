@@ -4,37 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 from prefect import Flow, flow, get_run_logger
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.context import FlowRunContext
-from prefect.exceptions import TerminationSignal
+from prefect.client.schemas.objects import FlowRun
 from prefect.runtime import deployment
-from prefect.settings import temporary_settings
-from prefect.states import Cancelled, Completed, Crashed, Failed, State
+from prefect.states import Cancelled, Failed, State
 from pydantic import Field, TypeAdapter
 
 from flows.schedules import process
 from flows.schedules.places import Begun, Places, local
 from flows.schedules.spec import A_NAME, AN_OVERRIDE, Served, refuse_unrunnable
+from flows.schedules.watch import TOLD, Watch, quick_client, state_of_end, this_flow_run, wait_for_api
 from flows.slots import FOREVER, SLOTS, Slot, acquire, holders
 
 SERVED = "GRPOFLOW_SCHEDULES"
 """Environment variable with what is served, by name, as JSON."""
-
-LOOK_S = 5.0
-"""How often a flow run looks whether it was cancelled."""
-
-API_WAIT_S = 3600.0
-"""How long a flow run whose process has ended waits for a server that is away, to tell it."""
 
 served_type = TypeAdapter(dict[str, Served])
 
@@ -45,15 +34,8 @@ Overrides = list[Annotated[str, Field(pattern=AN_OVERRIDE)]]
 NO_OVERRIDES: list[str] = []
 
 
-class Told(Exception):
-    """The flow run was cancelled in Prefect."""
-
-
-TOLD = (Told, TerminationSignal, KeyboardInterrupt)
-
-
 def _name_of_flow_run() -> str:
-    one, flow_run = _served(), _flow_run()
+    one, flow_run = _served(), this_flow_run()
     return f"{one.schedule.name} {_due(flow_run).astimezone(one.schedule.zone):%Y-%m-%d %H:%M:%S %z}"
 
 
@@ -116,24 +98,14 @@ def _served() -> Served:
     return served_type.validate_json(os.environ[SERVED])[str(deployment.name)]
 
 
-def _flow_run() -> FlowRun:
-    context = FlowRunContext.get()
-    if context is not None and context.flow_run is not None:
-        return context.flow_run
-    from prefect.runtime import flow_run
-
-    with get_client(sync_client=True) as client:
-        return client.read_flow_run(flow_run.id)
-
-
 def _due(flow_run: FlowRun) -> datetime:
     return flow_run.expected_start_time or flow_run.created or datetime.now(UTC)
 
 
 def _begin(overrides: tuple[str, ...], experiment_name: str | None) -> State[Any]:
     """Wait for the time, then for the turn, run, and say what came of it."""
-    one, flow_run = _served(), _flow_run()
-    places, watch = Places(one.root, one.schedule.name), _Watch(flow_run)
+    one, flow_run = _served(), this_flow_run()
+    places, watch = Places(one.root, one.schedule.name), Watch(flow_run)
     with places.alive(str(flow_run.id)), contextlib.ExitStack() as held:
         try:
             state = _wait_for_time(one, flow_run)
@@ -144,7 +116,7 @@ def _begin(overrides: tuple[str, ...], experiment_name: str | None) -> State[Any
         except TOLD:
             state = Cancelled(message="cancelled before it had begun")
         get_run_logger().info("%s: %s", state.name, state.message)
-        _wait_for_api()
+        wait_for_api()
         return state
 
 
@@ -166,7 +138,7 @@ def _wait_for_time(one: Served, flow_run: FlowRun) -> State[Any] | None:
 
 def _was_retried(flow_run: FlowRun) -> bool:
     """Whether the flow run had ended before, so that somebody wants it now."""
-    with _quick_client() as client:
+    with quick_client() as client:
         return any(state.is_final() for state in client.read_flow_run_states(flow_run.id))
 
 
@@ -177,7 +149,7 @@ def missed(late_s: float, stale_after_s: float) -> str:
     )
 
 
-def _take_slots(one: Served, places: Places, watch: _Watch, held: contextlib.ExitStack) -> list[Slot]:
+def _take_slots(one: Served, places: Places, watch: Watch, held: contextlib.ExitStack) -> list[Slot]:
     """The schedule's own slot, and where the file says so one of this machine's; [] when the schedule is busy."""
     schedule, about = one.schedule, {"schedule": one.schedule.name, "flow_run_id": str(watch.flow_run.id)}
     queues = schedule.when_busy == "queue"
@@ -222,7 +194,7 @@ def _run(
     overrides: tuple[str, ...],
     experiment_name: str | None,
     slots: Sequence[Slot],
-    watch: _Watch,
+    watch: Watch,
 ) -> State[Any]:
     """Start the process, wait for its end, and make a state of it."""
     name = experiment_name or one.schedule.run_name(_due(flow_run))
@@ -260,72 +232,5 @@ def _run(
 
 
 def _end(one: Served, begun: Begun, overrides: Sequence[str], code: int, told: bool) -> State[Any]:
-    """Prefect's state for a process that ended with this exit code."""
-    if code == 0:
-        return Completed(message=f"{begun.name} is done; log: {begun.log}")
     on = process.how_to_go_on(one, process.folder_of_run(one, begun.name, overrides))
-    if told:
-        return Cancelled(message=f"{begun.name} was told to end and has ended with exit code {code}; {on}")
-    if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
-        return Cancelled(message=f"{begun.name}: its process was told to end by a signal; {on}")
-    if code in (1, 2):
-        words = process.last_words(Path(begun.log))
-        return Failed(message=f"{begun.name}: {words}\nlog: {begun.log}" + (f"; {on}" if code == 1 else ""))
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return Crashed(message=f"{begun.name}: its process was {how}; {on}; log: {begun.log}")
-
-
-def _wait_for_api() -> None:
-    """Wait for a server that is away: what it is not told now it would never hear."""
-    deadline = time.monotonic() + API_WAIT_S
-    with contextlib.suppress(*TOLD):
-        while time.monotonic() < deadline:
-            with contextlib.suppress(httpx.HTTPError), _quick_client() as client:
-                if client.api_healthcheck() is None:
-                    return
-            time.sleep(1.0)
-
-
-@contextlib.contextmanager
-def _quick_client() -> Iterator[Any]:
-    """A client that says at once that the server is away."""
-    updates: dict[Any, Any] = {"client.max_retries": 0, "api.request_timeout": 10.0}
-    with temporary_settings(updates), get_client(sync_client=True) as client:
-        yield client
-
-
-class _Watch:
-    """Looks whether the flow run was cancelled, also when nobody else does, and shows whether it waits or runs."""
-
-    def __init__(self, flow_run: FlowRun) -> None:
-        self.flow_run = flow_run
-        self._looked = time.monotonic()
-        self._waited = self._begun = False
-
-    def check(self) -> None:
-        """Raises Told when the flow run was cancelled. A server that is away has no say."""
-        if self._begun and self._waited:
-            self._waited = False
-            self._set(State(type=StateType.RUNNING, name="Running"))
-        if time.monotonic() - self._looked < LOOK_S:
-            return
-        self._looked = time.monotonic()
-        with contextlib.suppress(httpx.HTTPError), _quick_client() as client:
-            state = client.read_flow_run(self.flow_run.id).state
-            if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
-                raise Told
-
-    def waits(self, why: str) -> None:
-        """Show that the flow run waits."""
-        get_run_logger().info("waits: %s", why)
-        self._waited = True
-        self._set(State(type=StateType.RUNNING, name="Waiting", message=why))
-
-    def runs(self) -> None:
-        """It waits no longer, which is shown with the next look: nothing may come between a process and its waiter."""
-        self._begun = True
-
-    def _set(self, state: State[Any]) -> None:
-        with contextlib.suppress(httpx.HTTPError), _quick_client() as client:
-            # Not forced: it must not undo a cancellation that has just come.
-            client.set_flow_run_state(self.flow_run.id, state)
+    return state_of_end(begun.name, Path(begun.log), code, told, on)

@@ -122,10 +122,15 @@ def folder_of_run(one: Served, name: str, overrides: Sequence[str]) -> Path | No
 
 
 def how_to_go_on(one: Served, folder: Path | None) -> str:
-    """What was left, and the command that goes on with it."""
+    """What a run of a schedule left, and what goes on with it."""
     if folder is None:
         again = "begins again" if one.schedule.sweep is None else "goes on with it"
         return f"it left no run; the next start {again}" if one.schedule.train else f"the same command {again}"
+    return left_by(folder)
+
+
+def left_by(folder: Path) -> str:
+    """How the run's last process ended, where that is known, and the command that goes on with it."""
     try:
         death = death_of_last_process(open_run(folder))
     except (StorageError, OSError) as error:
