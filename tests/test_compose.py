@@ -55,7 +55,7 @@ def test_secrets_are_in_no_command_and_have_no_default():
 def test_ports_are_bound_to_loopback_unless_env_says_otherwise():
     ports = [port for service in SERVICES.values() for port in service.get("ports", ())]
     assert sorted(ports) == ["127.0.0.1:4200:4200", "127.0.0.1:5000:5000", "127.0.0.1:8333:8333"]
-    without = interpolated(COMPOSE, {name: "a-secret" for name in NEEDED})["services"]
+    without = interpolated(COMPOSE, dict.fromkeys(NEEDED, "a-secret"))["services"]
     assert sorted(port for service in without.values() for port in service.get("ports", ())) == sorted(ports)
     open_to_all = interpolated(COMPOSE, FILLED | {"BIND_ADDRESS": "10.0.0.7"})["services"]
     assert open_to_all["prefect"]["ports"] == ["10.0.0.7:4200:4200"]
