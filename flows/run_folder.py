@@ -294,9 +294,14 @@ MAY_MOVE = (
 another machine: `refuse_other_inputs` compares what is in them."""
 
 
-def _has_moved(key: str, old: Any) -> bool:
-    places = [Path(place) for place in ([old] if isinstance(old, str) else old or [])]
-    return key in MAY_MOVE and bool(places) and not any(not place.is_absolute() or place.exists() for place in places)
+def _has_moved(key: str, old: Any, new: Any) -> bool:
+    """Whether a key names files that are gone from where they lay, and others that are there."""
+    if key not in MAY_MOVE or not old or not new:
+        return False
+    before, now = ([Path(each) for each in ([places] if isinstance(places, str) else places)] for places in (old, new))
+    return all(place.is_absolute() and not place.exists() for place in before) and all(
+        place.is_absolute() and place.exists() for place in now
+    )
 
 
 MAY_CHANGE_GOING_BACK = tuple(
@@ -337,7 +342,7 @@ def allowed_changes(folder: Path, cfg: RunConfig, back: GoBack | None = None) ->
     changed = list(_differences(before, with_absolute_paths(cfg).model_dump(mode="json")))
     may_change = [key for key in MAY_CHANGE if key not in DECIDE_THE_SCHEDULE or not _rate_depends_on_length(cfg)]
     refused = [change for change in changed if not change[0].startswith(tuple(may_change))]
-    refused = [(key, old, new) for key, old, new in refused if not _has_moved(key, old)]
+    refused = [(key, old, new) for key, old, new in refused if not _has_moved(key, old, new)]
     if back is not None:
         model = "actor_rollout_ref.model"
         refused = [one for one in refused if one[0].startswith(model) and one[0] not in MAY_CHANGE_GOING_BACK]
