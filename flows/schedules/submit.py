@@ -17,6 +17,7 @@ from flows.recipes import FOLDER
 from flows.schedules.server import Say
 from flows.support import refuse_unbuilt
 from storage.durable import sha256_json
+from storage.object_store import is_url
 from tasks.config import OrchestrationConfig, RunConfig
 from tasks.geometry import PlanError
 from tasks.rewards.functions import configured_functions
@@ -68,7 +69,7 @@ def submit_command(files: Sequence[Path], overrides: Sequence[str], pool: str, u
 def _to_be_sent(cfg: RunConfig) -> RunConfig:
     """Refuse what would mean something else on another machine."""
     for key, path in (("storage.root", cfg.storage.root), ("trainer.default_local_dir", cfg.trainer.default_local_dir)):
-        if path and not path.startswith("s3://") and not Path(path).is_absolute():
+        if path and not is_url(path) and not Path(path).is_absolute():
             raise ValueError(
                 f"{key}={path} is a folder below this one, and --on runs on another machine: name an object store, "
                 "s3://bucket/prefix, or a folder of the worker in full, as in storage.root=/var/lib/grpoflow/runs"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger
@@ -61,7 +60,7 @@ def as_on_this_machine(configuration: Mapping[str, Any]) -> RunConfig:
 def _run(cfg: RunConfig, recipes: list[str], until: int | None, watch: Watch) -> State[Any]:
     """Start the process, wait for its end, and make a state of it."""
     name = f"{cfg.trainer.project_name}/{cfg.trainer.experiment_name}"
-    places = Path(cfg.storage.root) / ".submitted"
+    places = cfg.storage.folder / ".submitted"
     places.mkdir(parents=True, exist_ok=True)
     file, log = (places / f"{watch.flow_run.id}.{suffix}" for suffix in ("yaml", "log"))
     file.write_text(to_yaml(cfg))

