@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.config import load_config
 from flows.run_folder import run_folder
+from flows.schedules.spec import load_schedules
 from flows.sweep.spec import load_sweep
 from storage import RunWriter, StorageError, open_run, read_table
 from storage.arrow_file import unpacked_bytes
@@ -466,6 +467,21 @@ def test_a_hostile_configuration_is_refused_with_its_file_and_the_reason(tmp_pat
         load_config([path])
     assert psutil.Process().memory_info().rss - before < 512 << 20
     assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize(
+    "field", ["{name:>9999999999}", "{utc.__class__}", "{scheduled.min.__init__}", "{name!r:}", "{0}"]
+)
+def test_the_name_of_a_schedule_s_runs_takes_times_and_nothing_else(tmp_path, field):
+    schedule = {
+        "name": "nightly",
+        "train": ["quickstart"],
+        "interval_s": 60,
+        "experiment_name": field + "{utc:%Y%m%dT%H%M%SZ}",
+    }
+    (tmp_path / "schedules.yaml").write_text(yaml.safe_dump({"schedules": [schedule]}))
+    with pytest.raises(ValueError, match="cannot be filled in"):
+        load_schedules(tmp_path / "schedules.yaml")
 
 
 def test_a_section_cannot_be_made_a_part_of_itself():

@@ -130,12 +130,18 @@ class Schedule(Section):
         """
         template = self.experiment_name or ("{name}" if self.resume else "{name}-{utc:%Y%m%dT%H%M%SZ}")
         try:
+            if set("{}") & set(_FIELD.sub("", template)):
+                raise ValueError("a brace is left over")
             return template.format(name=self.name, scheduled=due.astimezone(self.zone), utc=due.astimezone(UTC))
         except (KeyError, IndexError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"experiment_name: {template!r} cannot be filled in ({error!r}); it can have {{name}}, "
                 "{scheduled:%Y%m%d-%H%M} and {utc:%Y%m%d-%H%M}"
             ) from None
+
+
+_FIELD = re.compile(r"\{(?:name|(?:scheduled|utc)(?::[^{}]*)?)\}")
+"""What a template can have. Python's own fields could reach into objects, or be a billion characters wide."""
 
 
 class ScheduleFile(Section):
