@@ -14,6 +14,7 @@ BENCHMARKS = (
     "audit_queries",
     "verify",
     "report",
+    "stack",
 )
 
 if __name__ == "__main__":

@@ -62,6 +62,10 @@ class ConfigError(ValueError):
         super().__init__("\n".join((f"the configuration has {count}:", *(f"- {problem}" for problem in problems))))
 
 
+LONGEST_KEY = 200
+"""For a longer text no key is looked for that is like it."""
+
+
 def load_config(files: Sequence[Path] = (), overrides: Sequence[str] = (), base: RunConfig | None = None) -> RunConfig:
     """Merge files in order, then overrides in order, the later one winning; ConfigError with every error at once.
 
@@ -166,6 +170,8 @@ def key_answer(key: str) -> str:
     reason = unsupported_reason(key)
     if reason is not None:
         return f"verl's key, not supported: {reason}"
+    if len(key) > LONGEST_KEY:
+        return "unknown key."
     if key in TRL_KEYS:
         return f"TRL's key. In verl's words: {TRL_KEYS[key]}."
     near = nearest_key(key)

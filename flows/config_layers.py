@@ -17,6 +17,15 @@ _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)*)(
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _PLACEHOLDER = re.compile(r"<[^<>]*>?")
 
+LARGEST_FILE_BYTES = 1 << 20
+"""Of a YAML file. The longest configuration there is has a hundredth of it."""
+
+MOST_NODES = 100_000
+"""Keys and values of a YAML text, each counted as often as an alias repeats it."""
+
+DEEPEST = 32
+"""Sections within sections."""
+
 
 class LayerError(ValueError):
     """Text that cannot be read as configuration."""
@@ -45,7 +54,9 @@ class Layers:
         self._merge(self.values, tree, "", source)
 
     def put(self, key: str, value: Any, source: str) -> None:
-        """Put one value on top."""
+        """Put one value on top; LayerError where no key has so many sections."""
+        if key.count(".") > DEEPEST:
+            raise LayerError(f"a key has at most {DEEPEST} sections")
         tree: Any = value
         for name in reversed(key.split(".")):
             tree = {name: tree}
@@ -78,13 +89,17 @@ class Layers:
 def read_yaml(path: Path) -> dict[str, Any]:
     """One file's tree; LayerError where it is missing or no mapping of keys."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE_BYTES + 1)
+        if len(content) > LARGEST_FILE_BYTES:
+            raise LayerError(f"{path}: it is longer than {LARGEST_FILE_BYTES:,} bytes, so it is no configuration")
+        text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LayerError(f"{path}: cannot be read: {error}") from None
     try:
-        tree = yaml.load(text, Loader=PlainLoader)
-    except yaml.YAMLError as error:
-        raise LayerError(f"{path}: {_one_line(error)}") from None
+        tree = parse_yaml(text)
+    except LayerError as error:
+        raise LayerError(f"{path}: {error}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
@@ -118,10 +133,7 @@ def parse_value(text: str, *, as_text: bool = False) -> Any:
         _refuse_leftovers(stripped)
     if as_text and not quoted and stripped[0] not in "[{":
         return None if stripped.lower() in ("null", "~") else text
-    try:
-        value = yaml.load(stripped, Loader=PlainLoader)
-    except yaml.YAMLError as error:
-        raise LayerError(_one_line(error)) from None
+    value = parse_yaml(stripped)
     if isinstance(value, dict | list) and stripped[0] not in "[{":
         return text
     return value
@@ -171,6 +183,8 @@ def _resolved(text: str, value_of: Callable[[str], Any], depth: int = 0) -> Any:
         value = value_of(match[1])
     except KeyError:
         raise LayerError(f"there is no key {match[1]}") from None
+    if isinstance(value, Mapping) or hasattr(value, "model_dump"):
+        raise LayerError(f"{match[1]} is a section; only a key's value is followed")
     return _resolved(value, value_of, depth + 1) if isinstance(value, str) and "${" in value else value
 
 
@@ -186,6 +200,50 @@ _SCALARS = (
     ),
     ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
 )
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text, which may come from anybody.
+
+    Raises:
+        LayerError: it is no YAML, or what no configuration holds: types other than JSON's, a value that repeats itself
+            by aliases into more than can be meant, or one that is nested too deeply.
+    """
+    try:
+        loader = PlainLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_what_is_not_meant(node)
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise LayerError(_one_line(error)) from None
+    except RecursionError:
+        raise LayerError(f"it is nested more than {DEEPEST} deep") from None
+    except (OverflowError, ValueError) as error:
+        raise LayerError(str(error)) from None
+
+
+def _refuse_what_is_not_meant(node: yaml.Node, depth: int = 0, nodes: int = 0) -> int:
+    """Look at each node as often as it counts; return how many that makes with those before."""
+    nodes += 1
+    if depth > DEEPEST:
+        raise LayerError(f"it is nested more than {DEEPEST} deep")
+    if nodes > MOST_NODES:
+        raise LayerError(f"it has more than {MOST_NODES:,} keys and values, aliases followed")
+    if node.tag not in _TAGS or not isinstance(node, _TAGS[node.tag]):
+        raise LayerError(f"line {node.start_mark.line + 1}: {node.tag} is no type of a configuration's value")
+    if isinstance(node, yaml.ScalarNode):
+        pattern = _PATTERNS.get(node.tag)
+        if pattern is not None and not pattern.match(node.value):
+            raise LayerError(f"line {node.start_mark.line + 1}: {node.value!r} is no {node.tag.rpartition(':')[2]}")
+        return nodes
+    for below in node.value:
+        for one in below if isinstance(node, yaml.MappingNode) else (below,):
+            nodes = _refuse_what_is_not_meant(one, depth + 1, nodes)
+        if isinstance(node, yaml.MappingNode) and not isinstance(below[0], yaml.ScalarNode):
+            raise LayerError(f"line {node.start_mark.line + 1}: a key must be a name")
+    return nodes
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -207,6 +265,13 @@ class PlainDumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
+
+_PATTERNS = {tag: re.compile(pattern) for tag, pattern, _ in _SCALARS}
+_TAGS: dict[str, type[yaml.Node]] = {
+    **dict.fromkeys(("tag:yaml.org,2002:str", *_PATTERNS), yaml.ScalarNode),
+    "tag:yaml.org,2002:map": yaml.MappingNode,
+    "tag:yaml.org,2002:seq": yaml.SequenceNode,
+}
 
 for _tag, _pattern, _first in _SCALARS:
     _letters = ["" if letter == "\0" else letter for letter in _first]

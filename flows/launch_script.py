@@ -15,11 +15,15 @@ from pathlib import Path
 from flows.config import all_keys, holds_text, key_answer, refused_value, validated, value_types
 from flows.config_layers import LayerError, Layers, parse_value, read_yaml
 from flows.shell_values import Command, Word, read_commands
+from flows.shell_words import LONGEST_SCRIPT, ScriptTooLarge
 from flows.verl_keys import UNSUPPORTED_VALUES, renamed, unsupported_reason
 from tasks.config import RunConfig
 
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
 _KNOWN_BASES = {None, "ppo_trainer", "ppo_trainer.yaml", "dapo_trainer", "dapo_trainer.yaml"}
+MOST_SETTINGS = 1000
+"""Of a launch. verl's longest scripts have a tenth of it."""
+
 _VERL_DEFAULTS = {"actor_rollout_ref.rollout.name": "vllm"}
 """Where verl has no default, or none that exists here."""
 
@@ -78,7 +82,8 @@ def read_launch_script(path: Path, environment: Mapping[str, str] | None = None)
         environment: variables known from outside, such as HOME.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            text = file.read(4 * LONGEST_SCRIPT + 1).decode("utf-8", errors="replace")
     except OSError as error:
         raise LaunchScriptError(f"{path}: cannot be read: {error.strerror}") from None
     return parse_launch_script(text, environment, name=str(path))
@@ -86,7 +91,12 @@ def read_launch_script(path: Path, environment: Mapping[str, str] | None = None)
 
 def parse_launch_script(text: str, environment: Mapping[str, str] | None = None, name: str = "script") -> LaunchScript:
     """The same for a script's text."""
-    commands = read_commands(text, environment)
+    try:
+        commands = read_commands(text, environment)
+    except ScriptTooLarge as error:
+        raise LaunchScriptError(f"{name}: {error}") from None
+    except RecursionError:
+        raise LaunchScriptError(f"{name}: its quotes and brackets lie too deep in each other") from None
     launches = [command for command in commands if _override_words(command) and not _is_override(command.words[0])]
     if not launches:
         raise LaunchScriptError(
@@ -94,6 +104,8 @@ def parse_launch_script(text: str, environment: Mapping[str, str] | None = None,
             "verl.trainer.main_ppo."
         )
     launch = max(launches, key=lambda command: len(_override_words(command)))
+    if len(_override_words(launch)) > MOST_SETTINGS:
+        raise LaunchScriptError(f"{name}: line {launch.line} has more than {MOST_SETTINGS:,} settings")
     warnings = [*_about_other_launches(launch, launches), *_about_lost_settings(launch, commands), *_about_base(launch)]
     stray = [word for word in launch.words if word.unresolved and not _is_override(word)]
     warnings += [f"line {word.line}: argument {word.text} is not read: {'; '.join(word.unresolved)}" for word in stray]

@@ -42,6 +42,7 @@ from prefect.utilities.annotations import quote
 from flows.prefect_courier import Courier, LogHandler
 from flows.stages import RETRY_PAUSES_S, may_pass, plain_stages
 from storage import Artifact, StorageError, open_run
+from storage.durable import read_json
 
 if TYPE_CHECKING:
     from flows.prefect_server import PrefectAPI
@@ -277,7 +278,7 @@ def _is_dead(flow_run: FlowRun, tag: str) -> bool:
         return False
     try:
         run = open_run(folder)
-        host = json.loads((run.root / "lock").read_text())["host"]
+        host = read_json(run.root / "lock")["host"]
     except (StorageError, OSError, ValueError, KeyError):
         return False
     return tag == f"run:{run.run_id}" and host == socket.gethostname() and run.owner() is None

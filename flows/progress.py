@@ -1,12 +1,20 @@
-"""What a run says while it runs: one line per finished step, and on a terminal the stage it is in."""
+"""What a run says while it runs: one line per finished step, and on a terminal the stage it is in.
+
+`GRPOFLOW_LOG=json` makes each line a JSON object, for what collects the logs of a machine. It is no key of the
+configuration: it belongs to the place where a process writes, and holds for what is said before there is a
+configuration and for the processes of sweeps and schedules; two runs do not differ by it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -30,8 +38,48 @@ _ARTIFACTS = {
 """What each stage makes, which may be taken over from another run."""
 
 
+LOG = "GRPOFLOW_LOG"
+"""Environment variable: `text`, the default, or `json`."""
+
+
+def logs_json() -> bool:
+    """Whether lines are to be JSON objects.
+
+    Raises:
+        ValueError: the variable says something else.
+    """
+    wanted = os.environ.get(LOG) or "text"
+    if wanted not in ("text", "json"):
+        raise ValueError(f"{LOG}={wanted}: lines can be text or json")
+    return wanted == "json"
+
+
 class RunConsole(Console):
-    """Goes on silently when the reader of its pipe is gone: that does not end a run."""
+    """Goes on silently when the reader of its pipe is gone: that does not end a run.
+
+    Attributes:
+        run_id: of the run that speaks, once there is one.
+    """
+
+    def __init__(self) -> None:
+        self.is_json = logs_json()
+        super().__init__(force_terminal=False if self.is_json else None)
+        self.run_id: str | None = None
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print a line; as JSON without an empty one."""
+        if not self.is_json:
+            super().print(*objects, **options)
+        elif message := " ".join(map(str, objects)).strip():
+            self.tell(message)
+
+    def tell(self, message: str, **more: Any) -> None:
+        """Print a line as a JSON object: time, level, run, message, and more."""
+        head = message.partition(":")[0]
+        level = {"warning": "warning", "alarm": "warning", "error": "error"}.get(head, "info")
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = {"time": now, "level": level, "run": self.run_id, "message": message, **more}
+        super().print(Text(json.dumps(line, allow_nan=False)), soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -69,7 +117,7 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """A step is finished."""
         self._started.append(time.monotonic())
-        self.console.print(Text(step_line(step, self.total_steps, metrics) + self._left(step)), soft_wrap=True)
+        self._finished(step, step_line(step, self.total_steps, metrics) + self._left(step), metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """A validation is finished."""
@@ -78,7 +126,13 @@ class Progress:
             for name, value in metrics.items()
             if "core" in name and not name.endswith("/std")
         )
-        self.console.print(Text(f"validation after step {step}: {values}"), soft_wrap=True)
+        self._finished(step, f"validation after step {step}: {values}", metrics)
+
+    def _finished(self, step: int, message: str, metrics: Mapping[str, float | None]) -> None:
+        if isinstance(self.console, RunConsole) and self.console.is_json:
+            self.console.tell(message, step=step, metrics=dict(metrics))
+        else:
+            self.console.print(Text(message), soft_wrap=True)
 
     def _left(self, step: int) -> str:
         recent = self._started[-11:]

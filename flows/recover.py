@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from flows.run_folder import config_of
 from storage import Artifact, Run, RunWriter, StorageError
 from storage.checkpoints import Checkpoint, intact_checkpoints
+from storage.durable import read_json
 from storage.retention import last_finished_step
 from tasks.config import RunConfig
 from tasks.stage import Step
@@ -130,7 +130,7 @@ def planned_steps(run: Run, lineage: int) -> int | None:
     """Steps of the plan under which a lineage was trained, on which its learning rates may depend; None: unknown."""
     path = run.root / run.lineages[lineage].file_name("plan.json")
     try:
-        steps: int | None = json.loads(path.read_bytes())["total_steps"]
+        steps: int | None = read_json(path)["total_steps"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return steps

@@ -13,7 +13,7 @@ from flows.config_layers import Layers, read_yaml
 from flows.local_paths import with_absolute_paths
 from storage import Run, RunWriter, StorageError, open_run
 from storage.copies import copy_of
-from storage.durable import sha256_file, sha256_json
+from storage.durable import read_json, sha256_file, sha256_json
 from tasks.config import RunConfig
 from tasks.stage import code_digest
 
@@ -28,7 +28,7 @@ def run_folder(cfg: RunConfig) -> Path:
         return cfg.storage.place(trainer.default_local_dir)
     for key in ("project_name", "experiment_name"):
         name = getattr(trainer, key)
-        if not name or name in (".", "..") or set(name) & set("/\\\0"):
+        if not name or name in (".", "..") or set(name) & set("/\\") or not name.isprintable():
             raise ValueError(f"trainer.{key}={name!r} cannot be the name of a folder under storage.root")
     return cfg.storage.folder / trainer.project_name / trainer.experiment_name
 
@@ -89,7 +89,7 @@ def open_run_for_training(
             ) from None
         say(f"run folder {short(folder)}")
     run.code_digest = code_digest(("tasks", "storage"))
-    opened = [event["code_digest"] for event in run.events() if event["event"] == "opened"]
+    opened = [event["code_digest"] for event in run.events() if event["event"] == "opened" and "code_digest" in event]
     if opened and opened[-1] != run.code_digest:
         say(
             "the code of grpoflow is another one than when this run was last open: stages whose code changed are run "
@@ -125,7 +125,7 @@ def config_of(run: Run, lineage: int) -> RunConfig:
                     if key not in OF_ONE_COMMAND:
                         layers.put(key, new, "ledger.jsonl")
         return RunConfig.model_validate(layers.values)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise StorageError(f"{path} cannot be read, so the run cannot go on: {error}") from error
 
 
@@ -284,6 +284,26 @@ MAY_CHANGE = (
 """Keys that may differ when a run goes on: they do not decide what a step computes."""
 
 
+MAY_MOVE = (
+    "data.train_files",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "custom_reward_function.path",
+)
+"""Files that a run was begun with. They may lie elsewhere once they are gone from where they lay, as after a restore on
+another machine: `refuse_other_inputs` compares what is in them."""
+
+
+def _has_moved(key: str, old: Any, new: Any) -> bool:
+    """Whether a key names files that are gone from where they lay, and others that are there."""
+    if key not in MAY_MOVE or not old or not new:
+        return False
+    before, now = ([Path(each) for each in ([places] if isinstance(places, str) else places)] for places in (old, new))
+    return all(place.is_absolute() and not place.exists() for place in before) and all(
+        place.is_absolute() and place.exists() for place in now
+    )
+
+
 MAY_CHANGE_GOING_BACK = tuple(
     f"actor_rollout_ref.model.{name}"
     for name in (
@@ -322,6 +342,7 @@ def allowed_changes(folder: Path, cfg: RunConfig, back: GoBack | None = None) ->
     changed = list(_differences(before, with_absolute_paths(cfg).model_dump(mode="json")))
     may_change = [key for key in MAY_CHANGE if key not in DECIDE_THE_SCHEDULE or not _rate_depends_on_length(cfg)]
     refused = [change for change in changed if not change[0].startswith(tuple(may_change))]
+    refused = [(key, old, new) for key, old, new in refused if not _has_moved(key, old, new)]
     if back is not None:
         model = "actor_rollout_ref.model"
         refused = [one for one in refused if one[0].startswith(model) and one[0] not in MAY_CHANGE_GOING_BACK]
@@ -356,7 +377,6 @@ def keep_inputs(
     Raises:
         StorageError: files or weights behind the same paths are other ones.
     """
-    now = {"data.train_files": prompts.digest, "actor_rollout_ref.model.path": first_weights}
     path = run.document("inputs.json")
     functions = [event["digest"] for event in run.events() if event["event"] == "reward_functions"]
     if functions and functions[-1] != reward_functions:
@@ -366,19 +386,34 @@ def keep_inputs(
         )
     if functions[-1:] != [reward_functions]:
         run.append("reward_functions", digest=reward_functions)
-    before = _begun_with(run, run.lineage)
-    if before is not None:
-        changed = [f"- {key}: {before[key][:12]} then, {now[key][:12]} now" for key in now if before[key] != now[key]]
-        if changed:
-            raise StorageError(
-                f"{run.root} was begun with other content (SHA-256) behind the same paths:\n"
-                + "\n".join(changed)
-                + "\nGive it back what it was begun with, or start another run."
-            )
+    refuse_other_inputs(run, prompts, first_weights)
     if path.exists():
         return
+    now = _digests(prompts, first_weights)
     files = [{"path": file.path, "rows": file.rows, "sha256": file.sha256} for file in prompts.files]
     run.write_document("inputs.json", json.dumps({"digests": now, "files": files, "counts": prompts.counts}, indent=1))
+
+
+def refuse_other_inputs(run: Run, prompts: PreparedPrompts, first_weights: str) -> None:
+    """Refuse to go on with other training data, or from another model, than the run was begun with.
+
+    Raises:
+        StorageError: files or weights are other ones.
+    """
+    before, now = _begun_with(run, run.lineage), _digests(prompts, first_weights)
+    if before is None:
+        return
+    changed = [f"- {key}: {before[key][:12]} then, {now[key][:12]} now" for key in now if before[key] != now[key]]
+    if changed:
+        raise StorageError(
+            f"{run.root} was begun with other content (SHA-256) behind these paths:\n"
+            + "\n".join(changed)
+            + "\nGive it back what it was begun with, or start another run."
+        )
+
+
+def _digests(prompts: PreparedPrompts, first_weights: str) -> dict[str, str]:
+    return {"data.train_files": prompts.digest, "actor_rollout_ref.model.path": first_weights}
 
 
 def first_weights_digest(run: Run) -> str | None:
@@ -400,7 +435,7 @@ def _begun_with(run: Run, lineage: int) -> dict[str, str] | None:
     path = run.root / this.file_name("inputs.json")
     if path.exists():
         try:
-            digests = json.loads(path.read_text())["digests"]
+            digests = read_json(path)["digests"]
             return {key: str(digests[key]) for key in ("data.train_files", "actor_rollout_ref.model.path")}
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(

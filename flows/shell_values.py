@@ -12,7 +12,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flows.shell_words import ASSIGNMENT, RawCommand, Scanner, closing_bracket, double_quoted_length
+from flows.shell_words import (
+    ASSIGNMENT,
+    LONGEST_SCRIPT,
+    RawCommand,
+    Scanner,
+    ScriptTooLarge,
+    closing_bracket,
+    double_quoted_length,
+)
+
+MOST_CHARACTERS = 16 * LONGEST_SCRIPT
+"""Of all values of a script together: `A=$A$A`, said forty times, is a terabyte."""
+
+LONGEST_SUM = 1000
+"""Characters of an arithmetic expression."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|[0-9@*#?$!-])(\[[^\]]*\])?(:?[-=+?])?(.*)", re.DOTALL)
@@ -57,6 +71,9 @@ def read_commands(script: str, environment: Mapping[str, str] | None = None) -> 
     Args:
         script: bash text.
         environment: variables known from outside, such as HOME.
+
+    Raises:
+        ScriptTooLarge: it is longer than any script, or its values are.
     """
     shell = _Shell({name: [_Value(value)] for name, value in (environment or {}).items()})
     commands = (shell.run(raw) for raw in Scanner(script).commands())
@@ -73,6 +90,7 @@ class _Shell:
         self.variables = variables
         self.depth = 0
         self.only_assigned = False
+        self.characters = 0
 
     def run(self, raw: RawCommand) -> Command | None:
         """Take a command's assignments into account; its expanded words, or None where there is nothing else."""
@@ -149,18 +167,27 @@ class _Shell:
             ]
         else:
             values = [_joined(self._pieces(raw, line))]
+        self._count(values)
         if conditional:
             self._forget(name, f"is set under a condition, line {line}")
         elif index:
             self._forget(name, f"is an array filled by index, line {line}")
         elif plus:
             old = self.variables.get(name, [])
+            self._count(old)
             self.variables[name] = [*old, *values] if raw.startswith("(") else [_joined([*old[:1], *values])]
         else:
             self.variables[name] = values
 
     def _expanded(self, raw: str, line: int) -> list[Word]:
-        return [Word(value.text, line, value.unresolved) for value in self._values(raw, line)]
+        values = self._values(raw, line)
+        self._count(values)
+        return [Word(value.text, line, value.unresolved) for value in values]
+
+    def _count(self, values: Sequence[_Value]) -> None:
+        self.characters += _size(values)
+        if self.characters > MOST_CHARACTERS:
+            raise ScriptTooLarge(f"its values have more than {MOST_CHARACTERS:,} characters")
 
     def _values(self, raw: str, line: int) -> list[_Value]:
         """What a raw word becomes: several words for arrays and unquoted lists, none for an empty unquoted variable."""
@@ -267,7 +294,7 @@ class _Shell:
             return _Value(written, value.unresolved)
         try:
             return _Value(str(_calculated(value.text, self._number)))
-        except (ValueError, SyntaxError, ZeroDivisionError, RecursionError):
+        except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
             return _Value(written, (f"{written} cannot be calculated, line {line}",))
 
     def _number(self, name: str) -> int:
@@ -282,13 +309,25 @@ def _on_one_line(text: str) -> str:
     return " ".join(re.sub(r"(^|\s)#.*", "", line) for line in text.split("\n"))
 
 
+def _size(values: Sequence[_Value]) -> int:
+    """Characters of values, and one for each."""
+    return sum(len(value.text) + 1 for value in values)
+
+
+def _refuse_too_long(values: Sequence[_Value]) -> None:
+    if _size(values) > 2 * LONGEST_SCRIPT:
+        raise ScriptTooLarge(f"a value of it has more than {LONGEST_SCRIPT:,} characters")
+
+
 def _joined(values: Sequence[_Value], between: str = "") -> _Value:
+    _refuse_too_long(values)
     reasons = tuple(dict.fromkeys(reason for value in values for reason in value.unresolved))
     return _Value(between.join(value.text for value in values), reasons)
 
 
 def _split(pieces: Sequence[_Value], is_quoted: bool) -> list[_Value]:
     """Join the pieces of a word, then part it at the spaces of unquoted variables."""
+    _refuse_too_long(pieces)
     words: list[list[_Value]] = [[]]
     for piece in pieces:
         if not piece.splits or piece.unresolved:
@@ -338,7 +377,12 @@ _COMPARE: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
 
 
 def _calculated(text: str, number_of: Callable[[str], int]) -> int:
-    """A bash expression of + - * / % ** comparisons and `c ? a : b`; ValueError for anything else."""
+    """A bash expression of + - * / % ** comparisons and `c ? a : b`; ValueError for anything else.
+
+    Numbers are those of bash, which have 64 bits; what is larger is an error here.
+    """
+    if len(text) > LONGEST_SUM:
+        raise ValueError(text)
     conditional = re.fullmatch(r"(.+?)\?(.+):(.+)", text, re.DOTALL)
     if conditional is not None:
         chosen = conditional[2] if _calculated(conditional[1], number_of) else conditional[3]
@@ -352,12 +396,18 @@ def _calculated(text: str, number_of: Callable[[str], int]) -> int:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
             return -value(node.operand) if isinstance(node.op, ast.USub) else value(node.operand)
         if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-            return _BINARY[type(node.op)](value(node.left), _small(node.op, value(node.right)))
+            return _fitting(_BINARY[type(node.op)](value(node.left), _small(node.op, value(node.right))))
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARE:
             return int(_COMPARE[type(node.ops[0])](value(node.left), value(node.comparators[0])))
         raise ValueError(text)
 
     return value(ast.parse(text.strip(), mode="eval").body)
+
+
+def _fitting(number: int) -> int:
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(number)
+    return number
 
 
 def _small(kind: ast.operator, exponent: int) -> int:

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=")
+LONGEST_SCRIPT = 1 << 18
+"""Characters of a script. The longest of verl's own has a tenth of it."""
+
 _OPERATORS = ("&&", "||", ";;", "|&", ";", "&", "|", "\n")
+
+
+class ScriptTooLarge(ValueError):
+    """A script that is, or makes of its variables, more than anybody has written by hand."""
 
 
 @dataclass
@@ -28,6 +35,8 @@ class Scanner:
     """Cuts a script into commands of raw words, quotes and `$` kept."""
 
     def __init__(self, script: str):
+        if len(script) > LONGEST_SCRIPT:
+            raise ScriptTooLarge(f"it has more than {LONGEST_SCRIPT:,} characters")
         self.text = script.replace("\r\n", "\n")
         self.at = 0
         self.line = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,6 +11,7 @@ import pyarrow as pa
 from flows.step import Stages, Workers, train_step, validate_policy
 from storage import Artifact, Run, RunWriter, StorageError
 from storage.artifacts import check_parts, read_manifest, reference
+from storage.durable import read_json
 from storage.ledger import StepView
 from storage.schema import without_round
 from tasks.config import RunConfig
@@ -241,7 +241,7 @@ def nobody(run: Run, cfg: RunConfig, view: StepView) -> tuple[Workers, str | Non
         code, problem = "", str(error)
     begun = run.document("inputs.json")
     try:
-        inputs = json.loads((begun if begun.exists() else run.root / "inputs.json").read_bytes())
+        inputs = read_json(begun if begun.exists() else run.root / "inputs.json")
         _ = inputs["digests"], inputs["counts"]
     except (OSError, ValueError, KeyError, TypeError):
         inputs = {"digests": {}, "counts": {}}

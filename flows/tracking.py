@@ -21,7 +21,7 @@ from flows.last_process import death_of_last_process, events_of_history
 from flows.mlflow_sender import LATE_DOCUMENTS, Delivery, Sender, name_of_history
 from flows.mlflow_store import first_line, legal_name, milliseconds, now_ms, short_value
 from storage import Run, StorageError, open_run
-from storage.durable import write_json
+from storage.durable import read_json, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -203,7 +203,7 @@ def _sender_of(run: Run, uri: str | None = None) -> Sender | None:
     path = run.document("tracking.json")
     if not path.exists():
         return None
-    return Sender(run, json.loads(path.read_text()) | ({"uri": uri, "artifacts": None} if uri else {}))
+    return Sender(run, read_json(path) | ({"uri": uri, "artifacts": None} if uri else {}))
 
 
 def _end_of(run: Run) -> tuple[str, int]:

@@ -32,6 +32,7 @@ from flows.run_folder import (
     keep_inputs,
     open_lineage,
     open_run_for_training,
+    refuse_other_inputs,
     run_folder,
     short,
 )
@@ -156,7 +157,11 @@ def run_training(
         for sentence in workers.group.run(without_effect_here, cfg)[0]:
             progress.say(f"warning: {sentence}")
         first_weights = workers.group.weights_digest()
+        if back is None and cfg.trainer.resume_mode == "auto" and (run_folder(cfg) / "run.json").exists():
+            refuse_other_inputs(open_run(run_folder(cfg)), data.train, first_weights)
         run = stack.enter_context(open_run_for_training(cfg, progress.say, back, origin))
+        if isinstance(console, RunConsole):
+            console.run_id = run.run_id
         if back is not None:
             check_going_back(run, back, last_finished_step(run), plan.total_steps or 0)
             rebuild(run, workers.group, back.step - 1, progress.say)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import socket
+import stat
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from storage.arrow_file import unpacked_bytes
 from storage.copies import fetch
-from storage.durable import StorageError, all_or_nothing, sha256_file, sha256_json, sync_file, sync_folder, write_json
+from storage.durable import (
+    StorageError,
+    all_or_nothing,
+    read_json,
+    sha256_file,
+    sha256_json,
+    sync_file,
+    sync_folder,
+    write_json,
+)
 from storage.mirror import changed
 from storage.schema import FORMAT_VERSION, schema_of
 
@@ -70,7 +81,7 @@ class Manifest(BaseModel):
     run_id: str
     lineage: int
     step: int
-    stage: str
+    stage: str = Field(pattern=r"^[a-z_]+(-[0-9]{2,})?$")
     attempt: int
     key: str
     """Digest of all that decides the content: inputs, config keys read, policy version, code."""
@@ -223,7 +234,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
         manifest = Manifest.model_validate(values)
     except ValidationError as error:
         raise StorageError(f"{path} is no valid manifest: {error.errors()[0]['msg']}") from error
@@ -257,14 +268,16 @@ def check_parts(folder: Path, manifest: Manifest) -> None:
 def _check_part(folder: Path, part: Part) -> None:
     path = stored_part(folder, part.name)
     try:
-        size = path.stat().st_size
+        status = path.stat()
     except FileNotFoundError:
         raise StorageError(f"{path} is missing though {MANIFEST} names it") from None
-    packed = path.name.endswith(PACKED)
+    if not stat.S_ISREG(status.st_mode):
+        raise StorageError(f"{path} is no plain file, so it is no part of an artifact")
+    size, packed = status.st_size, path.name.endswith(PACKED)
     if size != part.bytes and not packed:
         raise StorageError(f"{path} has {size} bytes but was committed with {part.bytes}")
     if _trusted.get(str(path)) != (*_stamp(path), part.sha256):
-        if (hashlib.sha256(unpacked(path)).hexdigest() if packed else sha256_file(path)) != part.sha256:
+        if (hashlib.sha256(unpacked(path, part.bytes)).hexdigest() if packed else sha256_file(path)) != part.sha256:
             raise StorageError(f"{path} has changed since it was committed: its SHA-256 is not the manifest's")
         _trust(path, part.sha256)
 
@@ -311,9 +324,7 @@ def read_parts(folder: Path, stage: str, parts: Sequence[Part]) -> pa.Table:
     tables = []
     for part in parts:
         _check_part(folder, part)
-        tables.append(_map(folder / part.name, None))
-        if tables[-1].num_rows != part.rows or not tables[-1].schema.equals(schema_of(stage)):
-            raise StorageError(f"{folder / part.name} is no part of {stage} with {part.rows} rows")
+        tables.append(_map(folder, stage, part, None))
     return pa.concat_tables(tables) if tables else schema_of(stage).empty_table()
 
 
@@ -326,27 +337,40 @@ def stored_part(folder: Path, name: str) -> Path:
     return packed if not fetch(path) and fetch(packed) else path
 
 
-def unpacked(path: Path) -> pa.Buffer:
+def unpacked(path: Path, most_bytes: int) -> pa.Buffer:
     """The bytes of a part that retention has compressed.
+
+    Args:
+        path: the compressed file.
+        most_bytes: what the part was committed with: a frame that holds more is not read to its end.
 
     Raises:
         StorageError: the file is cut or changed.
     """
+    sink = pa.BufferOutputStream()
     try:
         with pa.input_stream(str(path), compression="zstd") as stream:
-            return pa.py_buffer(stream.read())
+            while sink.tell() <= most_bytes and (block := stream.read(_BLOCK_BYTES)):
+                sink.write(block)
     except OSError as error:
         raise StorageError(f"{path} has changed since it was compressed: {error}") from error
+    if sink.tell() > most_bytes:
+        raise StorageError(f"{path} has changed since it was compressed: it holds more than {most_bytes} bytes")
+    return sink.getvalue()
+
+
+_BLOCK_BYTES = 4 << 20
 
 
 def _refuse_dropped(folder: Path) -> None:
     path = folder / DROPPED
     try:
-        about = json.loads(path.read_bytes())
+        about = read_json(path)
     except FileNotFoundError:
         return
     except ValueError:
         about = {}
+    about = about if isinstance(about, dict) else {}
     when, why = about.get("at", "an unknown date"), about.get("why", "nobody knows why")
     raise StorageError(f"the rows of {folder} were dropped on {when}: {why}. Only the manifest is left.")
 
@@ -367,21 +391,43 @@ def read_table(artifact: Artifact | Path, columns: Sequence[str] | None = None) 
     if isinstance(artifact, Artifact) and manifest.digest != artifact.digest:
         raise StorageError(f"{folder} holds {manifest.digest[:12]}, not the {artifact.digest[:12]} that is asked for")
     check_parts(folder, manifest)
-    tables = [_map(stored_part(folder, part.name), columns) for part in manifest.parts]
+    tables = [_map(folder, manifest.stage, part, columns) for part in manifest.parts]
     table = pa.concat_tables(tables) if tables else schema_of(manifest.stage).empty_table()
     if table.num_rows != manifest.rows:
         raise StorageError(f"{folder} reads as {table.num_rows} rows but was committed with {manifest.rows}")
     return table
 
 
-def _map(path: Path, columns: Sequence[str] | None) -> pa.Table:
+def _map(folder: Path, stage: str, part: Part, columns: Sequence[str] | None) -> pa.Table:
+    """The rows of a part that was checked.
+
+    A digest proves that the file is what its manifest says, not who wrote the two. So nothing in the file is taken at
+    its word: columns and types are those of the schema, and every offset is looked at before anything follows it.
+
+    Raises:
+        StorageError: it is no part of such an artifact.
+        ValueError: no such column.
+    """
+    path, schema = stored_part(folder, part.name), schema_of(stage)
+    if unknown := sorted(set(columns or ()) - set(schema.names)):
+        raise ValueError(f"{stage} has no column {', '.join(unknown)}; it has {', '.join(schema.names)}")
     try:
-        source = unpacked(path) if path.name.endswith(PACKED) else pa.memory_map(str(path), "r")
+        packed = path.name.endswith(PACKED)
+        source = unpacked(path, part.bytes) if packed else pa.memory_map(str(path), "r").read_buffer()
+        needed, free = unpacked_bytes(source), psutil.virtual_memory().available
+        if needed > free:
+            raise StorageError(f"{path} unpacks to {needed:,} bytes of memory, and {free:,} are free")
         with pa.ipc.open_file(source) as reader:
+            if not reader.schema.equals(schema):
+                raise StorageError(f"{path} is no part of {stage}: its columns or their types are other ones")
             table = reader.read_all()
-        return table if columns is None else table.select(list(columns))
-    except (pa.ArrowInvalid, OSError) as error:
+        table = table if columns is None else table.select(list(columns))
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, MemoryError, ValueError) as error:
         raise StorageError(f"{path} is no readable Arrow file: {error}") from error
+    if table.num_rows != part.rows:
+        raise StorageError(f"{path} has {table.num_rows} rows but was committed with {part.rows}")
+    return table
 
 
 def _content_digest(schema_id: str, parts: Sequence[Part]) -> str:

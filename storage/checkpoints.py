@@ -9,21 +9,25 @@ the step and the prompt, and no generator belongs to the process.
 from __future__ import annotations
 
 import functools
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from storage.artifacts import MANIFEST
 from storage.copies import fetch
 from storage.durable import (
     StorageError,
     all_or_nothing,
+    checked,
     no_space,
+    read_json,
     sha256_file,
     sha256_json,
     sync_file,
@@ -54,6 +58,17 @@ class Checkpoint:
 
 
 Seen = Callable[[Checkpoint], bool]
+
+
+class _File(TypedDict):
+    bytes: Annotated[int, Field(ge=0, strict=True)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+_FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+"""A name that lies in the manifest's folder and nowhere else."""
+
+_FILES: TypeAdapter[dict[_FileName, _File]] = TypeAdapter(dict[_FileName, _File])
 
 
 def _everything(_: Checkpoint) -> bool:
@@ -184,13 +199,13 @@ def _read(folder: Path) -> Checkpoint:
     if not path.is_file():
         raise StorageError(f"{folder} has no {MANIFEST}, so it was never committed")
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(path)
         checksum = manifest.pop("checksum", None)
         version, step = int(manifest["format_version"]), int(manifest["step"])
         lineage = int(manifest.get("lineage", 1))
-        _require_files(manifest["files"], folder)
-        _ = [want["sha256"] for want in manifest["files"].values()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        files = checked(_FILES, manifest["files"])
+        _require_files(files, folder)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise StorageError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if version > FORMAT_VERSION:
         raise StorageError(f"{path} has format {version}, newer than this version's {FORMAT_VERSION}. Upgrade grpoflow")
@@ -221,7 +236,7 @@ def check_checkpoint(checkpoint: Checkpoint) -> None:
         StorageError: a file is missing, cut or changed.
     """
     for name, want in checkpoint.manifest["files"].items():
-        path = checkpoint.folder / Path(name).name
+        path = checkpoint.folder / name
         if not path.is_file() and not fetch(path):
             raise StorageError(f"{path} is missing though the checkpoint's manifest names it")
         status = path.stat()

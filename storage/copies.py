@@ -34,6 +34,9 @@ from storage.object_store import SCHEME, Bucket, NotThere, Object, StoreAway, is
 CACHE = "GRPOFLOW_CACHE"
 """Environment variable: the folder of all copies; ~/.cache/grpoflow by default."""
 
+ANCHORS = ("run.json", "sweep.json")
+"""What a folder that has copies begins with."""
+
 FRESH_S = 5.0
 """How long a reader takes what it has brought up to date for the newest."""
 
@@ -105,6 +108,11 @@ class Copy:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
+    @property
+    def is_here(self) -> bool:
+        """Whether anything of the run or sweep was brought here, or made here."""
+        return any((self.folder / name).is_file() for name in ANCHORS)
+
     # ------------------------------------------------------------------------------------------------- who wrote last
 
     def identity(self) -> tuple[str, int]:
@@ -118,8 +126,11 @@ class Copy:
     def wrote_last(self, holder: Holder | None) -> bool:
         """Whether what this copy has is newer than what the store has, or the same: nobody else wrote since."""
         copy, count = self.identity()
+        if holder is None or not self.is_here:
+            # A copy that was removed to make room is brought again.
+            return False
         # The count is written down before the lease is taken, and a kill may come in between.
-        return holder is not None and holder.copy == copy and holder.count in (count, count - 1)
+        return holder.copy == copy and holder.count in (count, count - 1)
 
     def remember(self, copy: str, count: int) -> None:
         """Write down that this copy is about to be written from."""
@@ -318,7 +329,7 @@ def refresh(folder: Path) -> None:
     copy = copy_of(folder)
     if copy is None or copy.is_written_here:
         return
-    if time.monotonic() - _refreshed.get(str(copy.folder), -FRESH_S) < FRESH_S:
+    if copy.is_here and time.monotonic() - _refreshed.get(str(copy.folder), -FRESH_S) < FRESH_S:
         return
     try:
         with copy.alone():
@@ -329,10 +340,12 @@ def refresh(folder: Path) -> None:
                     copy.folder.mkdir(parents=True, exist_ok=True)
                     copy.bring(there)
             alive = holder is not None and not holder.released and not holder.is_dead
+            # The age is only shown: clocks of two machines decide nothing. See storage.lease for what does.
+            alive = alive and holder is not None and copy.bucket.age_s(copy.lease_key) < 2 * holder.lease_s
             about = {"host": holder.host, "pid": holder.pid, "since": holder.since} if holder and alive else {}
             write_json(copy.state / "holder.json", about)
     except StoreAway as error:
-        if not any(copy.folder.glob("*.json")):
+        if not copy.is_here:
             raise
         logger.warning("%s; what is read is this machine's copy", error)
     _refreshed[str(copy.folder)] = time.monotonic()
@@ -361,6 +374,6 @@ def copy_around(path: Path) -> Copy | None:
     for folder in path.parents:
         if not f"{folder}/".startswith(home):
             return None
-        if any((folder / name).is_file() for name in ("run.json", "sweep.json")):
+        if any((folder / name).is_file() for name in ANCHORS):
             return copy_of(folder)
     return None

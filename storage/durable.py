@@ -5,12 +5,24 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+
+LARGEST_JSON_BYTES = 16 << 20
+"""Of a JSON file, or a line of one. A manifest of a thousand ranks is a hundredth of it."""
+
+DEEPEST_JSON = 64
+"""Sections within sections of a JSON value: what can be read here can be written and compared, too."""
 
 
 class StorageError(RuntimeError):
@@ -66,6 +78,54 @@ def append_json_line(path: Path, value: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def read_json(path: Path) -> Any:
+    """The value in a JSON file, which may come from anybody.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is no JSON, or JSON that nothing here writes: too long, nested too deeply, or not finite.
+    """
+    with path.open("rb") as file:
+        text = file.read(LARGEST_JSON_BYTES + 1)
+    return parse_json(text)
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The value of a JSON text, which may come from anybody.
+
+    Raises:
+        ValueError: it is no JSON, or JSON that nothing here writes: too long, nested too deeply, or not finite.
+    """
+    if len(text) > LARGEST_JSON_BYTES:
+        raise ValueError(f"it is longer than {LARGEST_JSON_BYTES:,} bytes")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {DEEPEST_JSON} deep") from None
+    _refuse_what_is_not_written(value)
+    return value
+
+
+def checked(kind: TypeAdapter[T], value: Any) -> T:
+    """A value as the kind that it must be; ValueError, in one line, where it is not."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
+
+
+def _refuse_what_is_not_written(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        if depth > DEEPEST_JSON:
+            raise ValueError(f"it is nested more than {DEEPEST_JSON} deep")
+        if any(isinstance(one, float) and not math.isfinite(one) for one in level):
+            raise ValueError("it holds a number that is not finite")
+        below = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level, depth = [one for values in below for one in values], depth + 1
+
+
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a JSON-lines file; a torn line, left by a crash, is no line."""
     if not path.exists():
@@ -73,7 +133,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for line in path.read_bytes().splitlines():
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except ValueError:
             continue
         if isinstance(value, dict):

@@ -15,6 +15,7 @@ and nothing of what came after.
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -27,10 +28,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, NotRequired, Self
 from uuid import uuid4
 
 import pyarrow as pa
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from storage.artifacts import (
     DROPPED,
@@ -53,7 +56,10 @@ from storage.durable import (
     StorageError,
     all_or_nothing,
     append_json_line,
+    checked,
     full_disk_told,
+    parse_json,
+    read_json,
     read_json_lines,
     sync_file,
     sync_folder,
@@ -62,12 +68,12 @@ from storage.durable import (
 from storage.mirror import Mirror, changed, hold
 from storage.object_store import is_url
 from storage.samples import run_sample_rows, sample_rows
-from storage.schema import FORMAT_VERSION, KIND, SCHEMAS, without_round
+from storage.schema import FORMAT_VERSION, KIND, SCHEMAS, schema_of, without_round
 
 STAGES = (*SCHEMAS, *KIND)
 """Names of all artifacts a step can have; those of several generate calls carry a number behind the name."""
 
-_RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+=@-]*$")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]*")
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,66 @@ def depends_on(stage: str, first: str) -> bool:
     return stage == first or any(depends_on(stage, after) for after in AFTER.get(first, ()))
 
 
+_LINEAGE: TypeAdapter[Lineage] = TypeAdapter(Lineage)
+
+
+class _Identity(TypedDict):
+    """What a `run.json` must say; both names become parts of paths."""
+
+    run_id: Annotated[str, Field(pattern=rf"^{_RUN_NAME.pattern}$")]
+    name: Annotated[str, Field(pattern=rf"^{_RUN_NAME.pattern}$")]
+    created_at: str
+    documents: NotRequired[dict[str, str]]
+    origin: NotRequired[dict[str, Any]]
+
+
+class _Record(TypedDict):
+    """What a finished step's record must say."""
+
+    metrics: dict[str, float | None]
+    artifacts: NotRequired[dict[str, str]]
+    finished_at: NotRequired[datetime]
+
+
+_IDENTITY, _RECORD = TypeAdapter(_Identity), TypeAdapter(_Record)
+
+_MUST_SAY: dict[str, dict[str, type]] = {
+    "opened": {"state": str},
+    "closed": {"state": str},
+    "config_changed": {"changes": dict},
+    "reward_functions": {"digest": str},
+    "lineage": {"lineage": int},
+    "damaged": {"stage": str, "reason": str},
+}
+"""Members of events that are read; a line without them is no event."""
+
+
+def _is_event(line: Mapping[str, Any]) -> bool:
+    event = line.get("event")
+    try:
+        if not isinstance(event, str) or datetime.fromisoformat(line["at"]).tzinfo is None:
+            return False
+    except (KeyError, TypeError, ValueError):
+        return False
+    return all(isinstance(line.get(name), kind) for name, kind in _MUST_SAY.get(event, {}).items())
+
+
+def _artifact_name(stage: str) -> str:
+    """The name, which becomes a folder's; ValueError where no artifact has it."""
+    schema_of(stage)
+    return stage
+
+
+def _manifest_of(step: int, folder: Path) -> Manifest:
+    """The manifest of an attempt; StorageError where it is that of another step or artifact than it lies in."""
+    manifest = read_manifest(folder)
+    if (manifest.step, manifest.stage) != (step, folder.parent.name):
+        raise StorageError(
+            f"{folder / MANIFEST} is of {manifest.stage} of step {manifest.step}, which is not where it lies"
+        )
+    return manifest
+
+
 class StepView:
     """One step of a run, for reading."""
 
@@ -126,8 +192,8 @@ class StepView:
 
     def attempts(self, stage: str) -> list[Path]:
         """Folders of an artifact's committed attempts that the run's lineage sees, oldest first."""
-        folders = (self.folder / stage).glob("[0-9]*")
-        there = sorted(folder for folder in folders if folder.name.isdigit() and (folder / MANIFEST).is_file())
+        folders = (self.folder / _artifact_name(stage)).glob("[0-9]*")
+        there = sorted(folder for folder in folders if folder.name.isdecimal() and (folder / MANIFEST).is_file())
         if not self.run.has_lineages:
             return there
         seen = self.run.seen_lineages(self.index, stage)
@@ -143,19 +209,19 @@ class StepView:
             wanted = record.get("artifacts", {}).get(stage)
             for folder in reversed(attempts):
                 with suppress(StorageError):
-                    if read_manifest(folder).digest == wanted:
+                    if _manifest_of(self.index, folder).digest == wanted:
                         return folder
         return attempts[-1] if attempts else None
 
     def manifest(self, stage: str) -> Manifest | None:
         """Manifest of the attempt that is used; None when nothing is committed."""
         folder = self.used(stage)
-        return read_manifest(folder) if folder else None
+        return _manifest_of(self.index, folder) if folder else None
 
     def artifact(self, stage: str) -> Artifact | None:
         """Reference to the attempt that is used; None when nothing is committed."""
         folder = self.used(stage)
-        return reference(folder, read_manifest(folder)) if folder else None
+        return reference(folder, _manifest_of(self.index, folder)) if folder else None
 
     def table(self, stage: str, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows of the attempt that is used.
@@ -188,9 +254,10 @@ class StepView:
         """The step as a whole: metrics and digests; None when the step is not finished."""
         path = self.run.record_path(self.index)
         try:
-            values = json.loads(path.read_text()) if path.is_file() else None
-            if values is not None and not (isinstance(values, dict) and isinstance(values.get("metrics"), dict)):
-                raise ValueError("it is no record of a step")
+            if not path.is_file():
+                return None
+            values: dict[str, Any] = read_json(path)
+            checked(_RECORD, values)
             return values
         except ValueError as error:
             raise StorageError(
@@ -215,12 +282,12 @@ class Run:
         found = {1: Lineage(1)}
         for path in sorted((self.root / "lineages").glob("[0-9]*.json")):
             try:
-                values = json.loads(path.read_bytes())
+                values = read_json(path)
                 names = {"number", "parent", "step", "stage", "changes", "config"}
-                lineage = Lineage(**{name: values[name] for name in names})
-                if lineage.parent not in found:
-                    raise ValueError(f"its parent is lineage {lineage.parent}")
-                found[int(path.stem)] = lineage
+                lineage = checked(_LINEAGE, {name: values[name] for name in names})
+                if lineage.parent not in found or lineage.number in found or lineage.number != int(path.stem):
+                    raise ValueError(f"it is lineage {lineage.number} with the parent {lineage.parent}")
+                found[lineage.number] = lineage
             except (ValueError, KeyError, TypeError) as error:
                 raise StorageError(f"{path} is damaged: {error!r}. Restore it from a copy of the run.") from error
         return found
@@ -261,9 +328,10 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """What never changes about a run: id, name, format, creation time."""
         try:
-            identity = json.loads((self.root / "run.json").read_text())
-            newer = identity["format_version"] > FORMAT_VERSION
-            _ = identity["run_id"], identity["name"], identity["created_at"]
+            identity: dict[str, Any] = read_json(self.root / "run.json")
+            newer = int(identity["format_version"]) > FORMAT_VERSION
+            if not newer:
+                checked(_IDENTITY, identity)
         except (FileNotFoundError, NotADirectoryError):
             raise StorageError(f"{self.root} is no run: it has no run.json") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -283,7 +351,7 @@ class Run:
 
     def steps(self) -> list[int]:
         """Numbers of the steps that have a folder, step 0 included."""
-        return sorted(int(path.name) for path in (self.root / "steps").glob("[0-9]*") if path.name.isdigit())
+        return sorted(int(path.name) for path in (self.root / "steps").glob("[0-9]*") if path.name.isdecimal())
 
     def samples(self, steps: Iterable[int] | None = None, columns: Sequence[str] | None = None) -> pa.Table:
         """One row per sample of several steps behind a column `step`; see `storage.samples.run_sample_rows`."""
@@ -301,7 +369,7 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         """The ledger: what happened to this run, oldest first."""
-        return [line for line in read_json_lines(self.root / "ledger.jsonl") if "event" in line and "at" in line]
+        return list(filter(_is_event, read_json_lines(self.root / "ledger.jsonl")))
 
     @property
     def state(self) -> str:
@@ -325,9 +393,10 @@ class Run:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 try:
-                    return json.loads(file.read())
+                    owner = parse_json(file.read())
                 except ValueError:
-                    return {"host": "unknown", "pid": 0}
+                    owner = None
+                return owner if isinstance(owner, dict) else {"host": "unknown", "pid": 0}
         return self._owner_elsewhere()
 
     def _owner_elsewhere(self) -> dict[str, Any] | None:
@@ -386,7 +455,7 @@ class RunWriter(Run):
             FileExistsError: there is something in the folder.
             ValueError: the name cannot be a folder's.
         """
-        if not _RUN_NAME.match(name):
+        if not _RUN_NAME.fullmatch(name):
             raise ValueError(
                 f"{name!r} cannot name a run: use letters, digits and . _ - + = @, and start with a letter or digit"
             )
@@ -413,7 +482,7 @@ class RunWriter(Run):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, failed: type[BaseException] | None = None, *_: object) -> None:
         try:
             if self.mirror is not None:
                 self.mirror.close()
@@ -462,7 +531,7 @@ class RunWriter(Run):
         """The newest attempt of an artifact that was made from exactly this (its key) and is intact on disk."""
         for folder in reversed(self.step(step).attempts(stage)):
             try:
-                manifest = read_manifest(folder)
+                manifest = _manifest_of(step, folder)
                 if manifest.key == key:
                     check_parts(folder, manifest)
                     return reference(folder, manifest)
@@ -477,8 +546,8 @@ class RunWriter(Run):
             yield folder
 
     def _next_attempt(self, step: int, stage: str) -> Path:
-        folder = self.step(step).folder / stage
-        attempt = 1 + max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()), default=0)
+        folder = self.step(step).folder / _artifact_name(stage)
+        attempt = 1 + max((int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal()), default=0)
         return folder / f"{attempt:04d}"
 
     def commit_parts(
@@ -608,7 +677,7 @@ def _sole_creator(root: Path) -> Iterator[None]:
     descriptor = os.open(root.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        for left in root.parent.glob(f".{root.name}.????????.aside"):
+        for left in root.parent.glob(f".{glob.escape(root.name)}.????????.aside"):
             shutil.rmtree(left)
         yield
     finally:
@@ -661,7 +730,10 @@ def _take_lock(root: Path) -> Any:
         file.seek(0)
         text = file.read()
         file.close()
-        owner = json.loads(text) if text.startswith("{") else {}
+        try:
+            owner = parse_json(text) if text.startswith("{") else {}
+        except ValueError:  # it is just being written
+            owner = {}
         raise RunLocked(
             f"{root} is being written by process {owner.get('pid', '?')} on {owner.get('host', '?')} since "
             f"{owner.get('since', '?')}. Wait for it, stop it, or start a new run with another trainer.experiment_name "

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from storage.copies import Copy, copy_around, copy_of, is_kept, order
 from storage.durable import RunLocked, StorageError
-from storage.lease import Lease, acquire
+from storage.lease import Lease, acquire, read
 from storage.object_store import Object, StoreAway
 
 AHEAD = 4
@@ -275,11 +275,13 @@ def hold(folder: Path) -> Mirror | None:
     if copy is None:
         return None
     with copy.alone():
-        name, count = copy.identity()
+        name, _ = copy.identity()
+        last = read(copy.bucket, copy.lease_key)[0]
+        mine = copy.wrote_last(last)
         lease, before = acquire(copy.bucket, copy.lease_key, name, lambda number: copy.remember(name, number))
         try:
             there = copy.listing()
-            mine = before is not None and before.copy == name and before.count in (count, count - 1)
+            mine = mine and before is not None and last is not None and before.count == last.count
             if not mine and there:
                 copy.folder.mkdir(parents=True, exist_ok=True)
                 copy.bring(there)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,6 +139,17 @@ class Bucket:
             return found.meta["e_tag"] or ""
         finally:
             aside.unlink(missing_ok=True)
+
+    def age_s(self, key: str) -> float:
+        """How long ago an object was written, by this machine's clock.
+
+        Raises:
+            NotThere: there is none. StoreAway: the store does not answer.
+        """
+        import obstore
+
+        with self._told(key):
+            return time.time() - obstore.head(self._store, key)["last_modified"].timestamp()
 
     def put(self, key: str, value: bytes | Path) -> str:
         """Write an object, bytes or a file, and return its ETag. Others see the old object or the new one."""

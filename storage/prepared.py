@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.artifacts import MANIFEST
-from storage.durable import StorageError, all_or_nothing, sha256_file, sync_file, sync_folder, write_json
+from storage.durable import StorageError, all_or_nothing, read_json, sha256_file, sync_file, sync_folder, write_json
 
 
 @contextmanager
@@ -37,7 +36,7 @@ def find_prepared(folder: Path, key: str, damaged: Callable[[str], None]) -> dic
     if not (folder / MANIFEST).is_file():
         return None
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = read_json(folder / MANIFEST)
         made_from, files = manifest["key"], manifest["files"]
     except (ValueError, KeyError, TypeError):
         damaged(f"{folder / MANIFEST} is damaged")

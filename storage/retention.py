@@ -169,7 +169,7 @@ def compress(run: RunWriter, items: Sequence[Aged]) -> int:
 def _rows_of(run: Run, step: int, why: str, pattern: str = "part-*") -> Iterator[Aged]:
     """All committed attempts of a step that have parts on disk."""
     for folder in sorted(run.step(step).folder.glob("*/[0-9]*")):
-        parts = listed(folder, pattern) if folder.name.isdigit() and (folder / MANIFEST).is_file() else {}
+        parts = listed(folder, pattern) if folder.name.isdecimal() and (folder / MANIFEST).is_file() else {}
         if parts:
             yield Aged(step, folder.parent.name, int(folder.name), sum(parts.values()), why, folder)
 
@@ -219,15 +219,17 @@ def _remove_parts(folder: Path) -> None:
 
 
 def _compress_part(item: Aged, part: Path) -> int:
-    digests = {it.name: it.sha256 for it in read_manifest(item.folder).parts}
+    known = {it.name: it for it in read_manifest(item.folder).parts}.get(part.name)
     size = part.stat().st_size
+    if known is None or known.bytes != size:
+        return 0
     packed = part.with_name(part.name + PACKED)
     aside = part.with_name(f".{packed.name}.{os.getpid()}.aside")
     try:
         with pa.memory_map(str(part), "r") as source, pa.output_stream(str(aside), compression="zstd") as sink:
             sink.write(source.read_buffer())
         sync_file(aside)
-        if hashlib.sha256(unpacked(aside)).hexdigest() != digests.get(part.name):
+        if hashlib.sha256(unpacked(aside, size)).hexdigest() != known.sha256:
             return 0
         aside.rename(packed)
     except OSError as error:

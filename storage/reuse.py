@@ -17,7 +17,7 @@ from typing import Any
 
 from storage.artifacts import MANIFEST, Artifact, Manifest, check_parts, read_manifest, stored_part
 from storage.copies import local_folder, refresh
-from storage.durable import StorageError, sync_file
+from storage.durable import LARGEST_JSON_BYTES, StorageError, sync_file
 from storage.ledger import RunWriter, StepView
 from storage.object_store import is_url
 
@@ -40,8 +40,17 @@ def candidates(patterns: Sequence[str], own: Path, step: int, stage: str, key: s
             # What another process is still writing has no manifest yet.
             with suppress(StorageError, OSError):
                 # Most are of another key: their manifests need not be understood.
-                if key.encode() in (folder / MANIFEST).read_bytes() and (found := read_manifest(folder)).key == key:
+                if not _mentions(folder / MANIFEST, key):
+                    continue
+                found = read_manifest(folder)
+                # What it says of itself must be where it lies: its names become those of a folder here.
+                if (found.key, found.step, found.stage) == (key, step, stage):
                     yield folder, found
+
+
+def _mentions(path: Path, key: str) -> bool:
+    with path.open("rb") as file:
+        return key.encode() in file.read(LARGEST_JSON_BYTES)
 
 
 def donors(patterns: Sequence[str], own: Path) -> Iterator[Path]:

@@ -83,6 +83,26 @@ class Postgres:
         words = ("-h", "127.0.0.1", "-p", str(self.port), "-U", USER, "-d", database, "-At", "-c", query)
         return self._run("psql", *words).splitlines()
 
+    def dump(self, database: str) -> Path:
+        """Back a database up into a file."""
+        path = self.folder / f"{database}.dump"
+        self._run("pg_dump", *self._there, "-Fc", "-f", str(path), database)
+        return path
+
+    def drop(self, database: str) -> None:
+        """Remove a database, whoever is connected to it."""
+        self._run("dropdb", *self._there, "--force", database)
+
+    def restore(self, path: Path, database: str) -> str:
+        """Make a database from a backup; its URL."""
+        url = self.create(database)
+        self._run("pg_restore", *self._there, "--exit-on-error", "-d", database, str(path))
+        return url
+
+    @property
+    def _there(self) -> tuple[str, ...]:
+        return ("-h", "127.0.0.1", "-p", str(self.port), "-U", USER)
+
     def _answers(self) -> bool:
         words = ("-h", "127.0.0.1", "-p", str(self.port))
         return subprocess.run([HOMES[-1] / "pg_isready", *words], capture_output=True, check=False).returncode == 0

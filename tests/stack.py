@@ -151,7 +151,7 @@ class Stack:
         self._processes["postgres"] = self.postgres._server
 
     def environment(self, name: str) -> dict[str, str]:
-        """What a service's process has in its environment: the file's, and nothing else of ours but where programs are."""
+        """What a service's process has in its environment: the file's, and where programs are."""
         programs = [str(Path(sys.executable).parent), str(HOMES[-1]), "/usr/local/bin", "/usr/bin", "/bin"]
         own = {"PATH": ":".join(programs), "HOME": str(self.folder / name), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
         return {**own, "PYTHONPATH": os.environ.get("PYTHONPATH", str(TOP)), **self.services[name]["environment"]}
@@ -227,5 +227,5 @@ def _free_port_with_another() -> int:
 
 
 def _mind_interrupts() -> None:
-    """As in a container: a shell in the background gives its children SIGINT ignored, and Prefect's worker minds that."""
+    """As in a container: a shell's background has SIGINT ignored, which Prefect's worker minds."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -212,9 +212,9 @@ def test_folders_that_are_not_whole_are_skipped_with_the_reason_and_never_counte
     [
         ({"format_version": 10**6}, "newer than this version's"),
         ({"files": {}}, "names no file"),
-        ({"files": {"model.safetensors": {"bytes": 0, "sha256": ""}}}, "is empty"),
-        ({"files": {"model.safetensors": {"bytes": 7}}}, "KeyError"),
-        ({"files": ["model.safetensors"]}, "AttributeError"),
+        ({"files": {"model.safetensors": {"bytes": 0, "sha256": "0" * 64}}}, "is empty"),
+        ({"files": {"model.safetensors": {"bytes": 7}}}, "model.safetensors.sha256: Field required"),
+        ({"files": ["model.safetensors"]}, "should be a valid dictionary"),
         ({"step": "four"}, "ValueError"),
         ({"lineage": 2}, "is of step 4 and lineage 2"),
     ],

@@ -55,7 +55,7 @@ def test_secrets_are_in_no_command_and_have_no_default():
 def test_ports_are_bound_to_loopback_unless_env_says_otherwise():
     ports = [port for service in SERVICES.values() for port in service.get("ports", ())]
     assert sorted(ports) == ["127.0.0.1:4200:4200", "127.0.0.1:5000:5000", "127.0.0.1:8333:8333"]
-    without = interpolated(COMPOSE, {name: "a-secret" for name in NEEDED})["services"]
+    without = interpolated(COMPOSE, dict.fromkeys(NEEDED, "a-secret"))["services"]
     assert sorted(port for service in without.values() for port in service.get("ports", ())) == sorted(ports)
     open_to_all = interpolated(COMPOSE, FILLED | {"BIND_ADDRESS": "10.0.0.7"})["services"]
     assert open_to_all["prefect"]["ports"] == ["10.0.0.7:4200:4200"]
@@ -91,7 +91,7 @@ def test_services_wait_for_the_health_of_those_they_need():
 def test_services_name_each_other_as_they_are_called():
     named = re.findall(r"(?:[/@]|(?<=-ip=)|(?<=-master=))([a-z][a-z-]+)(?=:\d{4}|$)(?::\d{4})?", TEXT, re.MULTILINE)
     assert set(named) & set(SERVICES) <= set(HOSTS)
-    assert {host for host in re.findall(r"(?://|@)([a-z-]+):\d{4}", TEXT)} <= set(SERVICES)
+    assert set(re.findall(r"(?://|@)([a-z-]+):\d{4}", TEXT)) <= set(SERVICES)
 
 
 def test_volumes_are_declared_and_files_are_there():
@@ -106,7 +106,7 @@ def test_gpus_are_reserved_by_a_profile_alone():
     assert devices == [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
     assert [name for name, service in SERVICES.items() if "deploy" in service] == ["worker-gpu"]
     profiles = {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service}
-    of_ray = dict.fromkeys(("ray-head", "ray-worker", "worker-ray"), ["ray"])
+    of_ray = {name: ["ray"] for name in ("ray-head", "ray-worker", "worker-ray")}
     assert profiles == {"worker-gpu": ["gpu"], **of_ray}
 
 

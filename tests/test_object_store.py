@@ -1,5 +1,6 @@
 """Runs in an object store: a real SeaweedFS, kills, another machine's cache, an outage."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,12 +10,20 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+import yaml
 from object_store import object_store
 from servers import wait_until
 from tiny_runs import digest, run
 
-from flows.config import to_yaml
+from flows.config import load_config, to_yaml
+from flows.doctor.services import check_store
+from flows.doctor.subject import Subject
+from flows.run_folder import run_folder
+from flows.schedules.spec import configuration, load_schedules, served
+from flows.sweep.book import open_sweep
+from flows.sweep.table import as_json
 from storage import RunLocked, RunWriter, StorageError, open_run
 from storage import lease as leases
 from storage.artifacts import check_parts, read_manifest
@@ -93,6 +102,7 @@ def test_another_machine_reads_a_run_and_fetches_rows_only_when_they_are_asked_f
         check_parts(found.step(3).used("rewards"), manifest)
 
 
+@pytest.mark.slow
 def test_a_run_killed_on_one_machine_goes_on_on_another_and_ends_with_the_same_weights(
     store, tiny_run, tmp_path, monkeypatch
 ):
@@ -138,6 +148,7 @@ def kill_at(cfg, tmp_path, file):
         process.wait()
 
 
+@pytest.mark.slow
 def test_the_same_machine_brings_after_a_kill_what_had_not_reached_the_store(store, tiny_run, tmp_path):
     cfg = in_store(tiny_run, "late")
     kill_at(cfg, tmp_path, "steps/000002/rollouts/0001/manifest.json")
@@ -180,6 +191,7 @@ def test_two_writers_on_two_machines_the_second_is_refused_and_a_silent_one_is_f
     assert events == ["hello"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_store_is_away_and_it_catches_up(store, tiny_run, tmp_path):
     cfg = in_store(tiny_run, "away")
     path = tmp_path / "cfg.yaml"
@@ -201,6 +213,54 @@ def test_training_goes_on_while_the_store_is_away_and_it_catches_up(store, tiny_
     assert "cannot be reached" in told and "takes files again" in told
     assert keys(store, "away/toy/run") == {*copy_of(root).files(), "lease.json"}
     assert open_run(root).finished_steps() == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_sweep_killed_on_one_machine_ends_on_another_with_the_table_of_one_on_the_disk(
+    store, tiny_run, tmp_path, monkeypatch
+):
+    tiny_run()
+    spec = {
+        "name": "s",
+        "base": [str(tmp_path / "base.yaml")],
+        "space": {"actor_rollout_ref.actor.optim.lr": {"choice": [1e-3, 1e-2]}},
+        "sampler": {"kind": "grid"},
+        "objective": {"metric": "critic/score/mean"},
+    }
+
+    def start(name, *overrides):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({**spec, "overrides": [*STEPS, *overrides]}))
+        log = path.with_suffix(".log").open("a")
+        words = [sys.executable, "-m", "flows.cli", "sweep", str(path)]
+        return subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+
+    def table(place):
+        names = ("trial", "values", "state", "value", "runs", "step", "trained_steps")
+        return [{name: row[name] for name in names} for row in as_json(open_sweep(place))["trials"]]
+
+    assert start("disk").wait(300) == 0, (tmp_path / "disk.log").read_text()
+    cut = start("there", "storage.root=s3://team/sweep")
+    first = local_folder("s3://team/sweep/grpoflow/s-0000-s0")
+    wait_until(lambda: (first / "steps/000002/step.json").exists() or cut.poll() is not None, 240)
+    assert cut.poll() is None, (tmp_path / "there.log").read_text()
+    kill_tree(cut.pid)
+    cut.wait()
+    another_machine(monkeypatch, tmp_path)
+    assert open_sweep("s3://team/sweep/grpoflow/s.sweep").state == "crashed"
+    assert start("there", "storage.root=s3://team/sweep").wait(300) == 0, (tmp_path / "there.log").read_text()
+    assert table("s3://team/sweep/grpoflow/s.sweep") == table(tmp_path / "runs/grpoflow/s.sweep")
+    # The first trial went on from what it had put into the store.
+    assert not [name for name in keys(store, "sweep/grpoflow/s-0000-s0") if "steps/000001/rollouts/0002" in name]
+    another_machine(monkeypatch, tmp_path, "reader")
+    assert table("s3://team/sweep/grpoflow/s.sweep") == table(tmp_path / "runs/grpoflow/s.sweep")
+
+
+def kill_tree(pid):
+    process = psutil.Process(pid)
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def test_a_run_is_copied_between_disk_and_store_with_its_digests(store, tiny_run, tmp_path, monkeypatch):
@@ -276,3 +336,35 @@ def test_a_lease_of_a_process_that_is_gone_is_taken_at_once(store, tmp_path):
     assert time.monotonic() - began < leases.LEASE_S / 2
     events = [json.loads(line)["event"] for line in store.bucket.get("gone/toy/run/ledger.jsonl")[0].splitlines()]
     assert events == ["first", "second"]
+
+
+def test_a_copy_that_was_removed_to_make_room_is_brought_again(store, tiny_run):
+    cfg = in_store(tiny_run, "room")
+    first, _ = run(cfg)
+    weights = digest(first, 3)
+    shutil.rmtree(first.root)
+    again = open_run("s3://team/room/toy/run")
+    assert again.finished_steps() == [1, 2, 3] and digest(again, 3) == weights
+    shutil.rmtree(first.root)
+    with RunWriter(first.root) as writer:
+        assert writer.finished_steps() == [1, 2, 3]
+    assert "steps/000001/rollouts/0001/manifest.json" in keys(store, "room/toy/run")
+
+
+def test_doctor_tries_the_store_and_leaves_nothing_there(store, monkeypatch):
+    cfg = load_config([], ["storage.root=s3://team/doctored"])
+    (found,) = check_store(Subject(cfg.storage.folder, cfg))
+    assert found.status == "ok" and not list(store.bucket.list("doctored-"))
+    monkeypatch.setattr(Bucket, "put_if", lambda self, key, value, etag: self.put(key, value))
+    (found,) = check_store(Subject(cfg.storage.folder, cfg))
+    assert found.status == "error" and "conditional PUT" in found.advice
+
+
+def test_runs_of_schedules_lie_in_the_store_too(store, tmp_path):
+    path = tmp_path / "nightly.yaml"
+    one = {"name": "n", "train": ["quickstart"], "interval_s": 3600}
+    path.write_text(yaml.safe_dump({"storage": {"root": "s3://team/nights"}, "schedules": [one]}))
+    file = load_schedules(path)
+    cfg = configuration(served(file, None)["n"], "tonight")
+    assert run_folder(cfg) == local_folder("s3://team/nights/quickstart/tonight")
+    assert cfg.storage.root == "s3://team/nights" and file.root.is_relative_to(tmp_path / "cache")

@@ -28,7 +28,7 @@ from flows.doctor.machine import (
     check_open_files,
     check_shared_memory,
 )
-from flows.doctor.services import check_prefect, check_ray, check_tracking, prefect_url, tracking_uri
+from flows.doctor.services import check_prefect, check_ray, check_store, check_tracking, prefect_url, tracking_uri
 from flows.doctor.subject import Subject, subject_of
 from flows.doctor.versions import check_python, check_versions, check_vllm
 from storage import StorageError
@@ -42,6 +42,7 @@ LANES: tuple[tuple[Check, ...], ...] = (
     (check_ray,),
     (check_tracking,),
     (check_prefect,),
+    (check_store,),
 )
 """Checks of a lane run one after another, lanes side by side; the report has their order."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import socket
 import sqlite3
@@ -16,11 +15,15 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from importlib import metadata
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 
 from flows.doctor.finding import Finding, address_and_login, masked
 from flows.doctor.subject import Subject
+from storage.copies import copy_of
+from storage.durable import read_json
+from storage.object_store import Bucket, ConditionFailed
 from tasks.config import OrchestrationConfig
 
 ANSWER_TIMEOUT_S = 2.0
@@ -33,7 +36,7 @@ LONGEST_SOCKET_PATH = 107
 def tracking_uri(subject: Subject) -> str | None:
     """Where metrics go: as the run was begun with, as configured, or to the store in the folder of runs."""
     if subject.run is not None and (told := subject.run.document("tracking.json")).is_file():
-        return str(json.loads(told.read_text())["uri"])
+        return str(read_json(told)["uri"])
     if subject.cfg is None:
         return None
     return subject.cfg.tracking.uri or f"sqlite:///{subject.cfg.storage.folder.absolute() / 'mlflow.db'}"
@@ -130,7 +133,7 @@ def _managed_prefect(subject: Subject) -> Finding:
     root = subject.cfg.storage.folder if subject.cfg else subject.folder
     home = root.expanduser().absolute() / ".prefect"
     try:
-        url = str(json.loads((home / "server.json").read_text())["url"])
+        url = str(read_json(home / "server.json")["url"])
     except (OSError, ValueError, KeyError):
         url = None
     if url and PrefectAPI(url, 0.0, home).answers(ANSWER_TIMEOUT_S):
@@ -155,6 +158,46 @@ def _start_prefect() -> Finding:
     if problem:
         return Finding("prefect", "warn", problem, "Training goes on without it.")
     return Finding("prefect", "ok", "a server was started and answered; it is stopped again")
+
+
+# --------------------------------------------------------------------------------------------------------- object store
+
+
+def check_store(subject: Subject) -> Iterator[Finding]:
+    """Whether the object store of the runs takes objects, and refuses those whose condition does not hold."""
+    from storage import StorageError
+
+    if subject.cfg is None or not subject.cfg.storage.in_object_store:
+        return
+    root = subject.cfg.storage.root
+    try:
+        copy = copy_of(subject.cfg.storage.folder / "doctor")
+        assert copy is not None, "an s3:// root has its folder in the cache"
+        refused = list(_conditions_kept(copy.bucket, f"{copy.key}-{uuid4().hex}.json"))
+    except (StorageError, ValueError) as error:
+        advice = "Look at storage.root, storage.endpoint, storage.region and the credentials in the environment."
+        yield Finding("store", "error", str(error), advice)
+        return
+    if all(refused):
+        yield Finding("store", "ok", f"{root} takes objects, and refuses what a lease has it refuse")
+    else:
+        advice = "Two machines could write one run. Choose a store with conditional PUT (If-Match, If-None-Match)."
+        yield Finding("store", "error", f"{root} overwrites objects though the condition of the put fails", advice)
+
+
+def _conditions_kept(bucket: Bucket, key: str) -> Iterator[bool]:
+    """Whether a second first put is refused, and a put on what is not there any more."""
+    first = bucket.put_if(key, b"1", None)
+    try:
+        bucket.put_if(key, b"2", first)
+        for stale in (None, first):
+            try:
+                bucket.put_if(key, b"3", stale)
+                yield False
+            except ConditionFailed:
+                yield True
+    finally:
+        bucket.delete([key])
 
 
 # ------------------------------------------------------------------------------------------------------------------ Ray

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from storage.durable import write_json
+from storage.durable import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -124,5 +123,5 @@ def local(text: str) -> str:
 
 
 def _read(path: Path) -> Begun:
-    values = json.loads(path.read_text())
+    values = read_json(path)
     return Begun(**{**values, "command": tuple(values["command"])})

@@ -5,7 +5,6 @@ Nothing here imports Prefect before the environment says which server it is.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 from flows.prefect_server import PrefectAPI, prefect_api
 from flows.schedules.places import Places
 from flows.schedules.spec import Schedule, ScheduleFile, Served
-from storage.durable import write_json
+from storage.durable import read_json, write_json
 from tasks.config import OrchestrationConfig
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def remembered_server(root: Path) -> OrchestrationConfig:
         ValueError: no schedule was ever served or deployed there.
     """
     try:
-        return OrchestrationConfig(**json.loads((root / ".schedules" / "server.json").read_text()))
+        return OrchestrationConfig(**read_json(root / ".schedules" / "server.json"))
     except FileNotFoundError:
         raise ValueError(
             f"{root} has no schedules: serve a file of them with `grpoflow serve FILE`, or name their storage.root "

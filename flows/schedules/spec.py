@@ -24,7 +24,10 @@ from tasks.config import OrchestrationConfig, RunConfig, Section, StorageConfig
 from tasks.geometry import PlanError
 
 KINDS = ("train", "preflight", "sweep")
-OWN_KEYS = ("storage.root", "orchestration.api_url")
+PLACE = ("root", "endpoint", "region")
+"""Keys of `storage` that a schedule file has for all its runs."""
+
+OWN_KEYS = (*(f"storage.{name}" for name in PLACE), "orchestration.api_url")
 """Keys that the file says once, for all its schedules."""
 A_NAME = r"^[A-Za-z0-9][A-Za-z0-9._+=@-]*$"
 AN_OVERRIDE = r"^(\+\+|\+|~)?[A-Za-z_]\w*(\.[\w-]+)*(=.*)?$"
@@ -71,7 +74,7 @@ class Schedule(Section):
     def _known_zone(cls, value: str | None) -> str | None:
         if value is not None and value not in available_timezones():
             near = difflib.get_close_matches(value, available_timezones(), n=1)
-            raise ValueError(f"{value!r} is no time zone of the IANA list{f'; do you mean {near[0]}?' * bool(near)}")
+            raise ValueError(f"{value!r} is no time zone of the IANA list{f'; do you mean {near[0]}?' if near else ''}")
         return value
 
     @field_validator("overrides")
@@ -127,12 +130,18 @@ class Schedule(Section):
         """
         template = self.experiment_name or ("{name}" if self.resume else "{name}-{utc:%Y%m%dT%H%M%SZ}")
         try:
+            if set("{}") & set(_FIELD.sub("", template)):
+                raise ValueError("a brace is left over")
             return template.format(name=self.name, scheduled=due.astimezone(self.zone), utc=due.astimezone(UTC))
         except (KeyError, IndexError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"experiment_name: {template!r} cannot be filled in ({error!r}); it can have {{name}}, "
                 "{scheduled:%Y%m%d-%H%M} and {utc:%Y%m%d-%H%M}"
             ) from None
+
+
+_FIELD = re.compile(r"\{(?:name|(?:scheduled|utc)(?::[^{}]*)?)\}")
+"""What a template can have. Python's own fields could reach into objects, or be a billion characters wide."""
 
 
 class ScheduleFile(Section):
@@ -160,7 +169,8 @@ class Served(Section):
 
     Attributes:
         schedule: as in the file, with full paths.
-        root: where runs lie.
+        root: where runs lie on this machine, and what schedules keep.
+        store: keys of `storage` for runs in an object store, as overrides; of others none.
         folder: working directory of the runs, from which relative paths in their configuration count.
         api_url: the given Prefect server; None: one that is managed in `root`.
         slots: of this machine, as in the file.
@@ -170,6 +180,7 @@ class Served(Section):
     schedule: Schedule
     root: str
     folder: str
+    store: tuple[str, ...] = ()
     api_url: str | None = None
     slots: int | None = None
     devices_per_slot: int = 0
@@ -197,7 +208,7 @@ def load_schedules(path: Path) -> ScheduleFile:
 def served(file: ScheduleFile, api_url: str | None) -> dict[str, Served]:
     """The file's schedules by name, each with what it needs."""
     here = str(Path.cwd())
-    shared = {"slots": file.slots, "devices_per_slot": file.devices_per_slot}
+    shared = {"slots": file.slots, "devices_per_slot": file.devices_per_slot, "store": _store(file)}
     return {
         schedule.name: Served(schedule=schedule, root=str(file.root), folder=here, api_url=api_url, **shared)
         for schedule in file.schedules
@@ -216,7 +227,7 @@ def configuration(one: Served, name: str, overrides: tuple[str, ...] = ()) -> Ru
 
 def run_overrides(one: Served, name: str, overrides: tuple[str, ...] = ()) -> tuple[str, ...]:
     """All overrides of a run of a schedule: the schedule's, those of this time alone, and its place."""
-    place = [f"trainer.experiment_name={name}", f"storage.root={one.root}"]
+    place = [f"trainer.experiment_name={name}", *(one.store or [f"storage.root={one.root}"])]
     place += [f"orchestration.api_url={one.api_url}"] * (one.api_url is not None)
     return (*one.schedule.overrides, *overrides, *place)
 
@@ -246,17 +257,25 @@ def _wrong(file: ScheduleFile, path: Path) -> Iterator[tuple[str, str]]:
     names = [schedule.name for schedule in file.schedules]
     if not file.orchestration.enabled:
         yield "orchestration.enabled", "schedules need Prefect"
-    for key in sorted(file.storage.model_fields_set - {"root"}):
-        yield f"storage.{key}", "belongs to the configuration of the runs; here only storage.root counts"
+    for key in sorted(file.storage.model_fields_set - {*PLACE}):
+        counts = ", ".join(f"storage.{name}" for name in PLACE)
+        yield f"storage.{key}", f"belongs to the configuration of the runs; here only {counts} count"
     for place, schedule in enumerate(file.schedules):
         where = f"schedules.{place}"
         if names.index(schedule.name) != place:
             yield f"{where}.name", f"{schedule.name} is there twice"
         try:
             near = _with_full_paths(schedule, path.absolute().parent)
-            refuse_unrunnable(Served(schedule=near, root=str(file.root), folder=str(Path.cwd())))
+            one = Served(schedule=near, root=str(file.root), folder=str(Path.cwd()), store=_store(file))
+            refuse_unrunnable(one)
         except (ValueError, OSError) as error:
             yield f"{where}.{schedule.kind}", str(error)
+
+
+def _store(file: ScheduleFile) -> tuple[str, ...]:
+    """Where runs lie, as overrides, when it is an object store."""
+    told = {name: getattr(file.storage, name) for name in PLACE} if file.storage.in_object_store else {}
+    return tuple(f"storage.{name}={value}" for name, value in told.items() if value is not None)
 
 
 def _with_full_paths(schedule: Schedule, folder: Path) -> Schedule:
@@ -276,5 +295,5 @@ def _problem(one: Any, path: Path) -> ConfigProblem:
     if one["type"] == "extra_forbidden":
         model = Schedule if one["loc"][0] == "schedules" else ScheduleFile
         near = difflib.get_close_matches(str(one["loc"][-1]), list(model.model_fields), n=1)
-        message = f"there is no such key{f'; do you mean {near[0]}?' * bool(near)}"
+        message = f"there is no such key{f'; do you mean {near[0]}?' if near else ''}"
     return ConfigProblem(key, message, str(path))

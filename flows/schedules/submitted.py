@@ -1,4 +1,4 @@
-"""The flow run of a run that was submitted to a work pool: `grpoflow train` in a process of its own, beside the worker."""
+"""The flow run of a run submitted to a work pool: `grpoflow train` in a process of its own, beside the worker."""
 
 from __future__ import annotations
 

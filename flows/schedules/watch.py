@@ -1,4 +1,4 @@
-"""What flow runs that start one process share: being told to end, a server that is away, what the process's end means."""
+"""What flow runs that start one process share: being told to end, a server that is away, what an end means."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from uuid import uuid4
 from flows.sweep.board import Advance, Board, Result, Trial
 from flows.sweep.spec import SweepSpec
 from storage import Run, StorageError, open_run
-from storage.copies import local_folder, refresh
-from storage.durable import append_json_line, full_disk_told, read_json_lines, write_json
+from storage.copies import copy_of, local_folder, refresh
+from storage.durable import append_json_line, full_disk_told, read_json, read_json_lines, write_json
 from storage.mirror import mirror_of, mirrored
 from storage.object_store import is_url
 from tasks.config import RunConfig
@@ -33,7 +33,7 @@ from tasks.config import RunConfig
 ENDING = ".sweep"
 """Of a sweep's folder."""
 
-HARMLESS = ("slots", "devices_per_slot", "threads_per_slot", "budget")
+HARMLESS = ("slots", "devices_per_slot", "threads_per_slot", "budget", "optuna_storage")
 """What of a sweep's file may change when the sweep goes on: nothing that a decision was made from."""
 
 
@@ -68,7 +68,7 @@ class Sweep:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         try:
-            about = json.loads((self.folder / "sweep.json").read_text())
+            about = read_json(self.folder / "sweep.json")
             self.sweep_id: str = about["sweep_id"]
             self.total: int = about["total_steps"]
             self.project: str = about["project"]
@@ -144,11 +144,12 @@ class Sweep:
             with (self.folder / "lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
-            return None
+            pass
         except BlockingIOError:
             text = (self.folder / "lock").read_text()
             return json.loads(text) if text.startswith("{") else {}
-        return None
+        copy = copy_of(self.folder)
+        return copy.owner() if copy else None
 
     def run_name(self, trial: int, seed: int) -> str:
         """Name of the run of a trial with a seed."""

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
+from typing_extensions import TypedDict
 
+from storage.durable import checked, read_json
 from tasks.workers.mesh import Mesh
 from tasks.workers.optim import optimizer_tensors, restore_optimizer
 from tasks.workers.sharding import local
@@ -24,6 +27,17 @@ WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state
 
 Weights = Mapping[str, torch.nn.Parameter]
 Kind = tuple[torch.dtype, torch.Size]
+
+
+class _State(TypedDict):
+    """What state.json must say."""
+
+    weights_digest: str
+    frozen_digest: str
+    policy_version: int
+
+
+_STATE = TypeAdapter(_State)
 
 
 def save_policy(
@@ -161,6 +175,14 @@ class PolicyFiles:
         wanted: dict[str, Kind] = {name: (weight.dtype, weight.shape) for name, weight in self._weights.items()}
         odd = sorted(found.keys() ^ wanted.keys())
         odd += [name for name in sorted(found.keys() & wanted.keys()) if found[name] != wanted[name]]
+        # Room is made for what the files name: for a moment as much as for its weight, for a count next to none.
+        moments = {name: self._kinds[name][1] for name in self._kinds if ":" in name}
+        odd += [
+            name
+            for name, shape in sorted(moments.items())
+            if (weight := self._weights.get(name.rpartition(":")[0])) is None
+            or (shape != weight.shape and shape.numel() != 1)
+        ]
         if odd:
             raise ValueError(
                 f"{self._folder} is no policy of this run's model: {odd[0]} is on one side only or differs in shape or "
@@ -171,7 +193,8 @@ class PolicyFiles:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        state: dict[str, Any] = read_json(path)
+        checked(_STATE, state)
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     return state

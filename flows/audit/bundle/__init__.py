@@ -38,7 +38,7 @@ from flows.run_folder import config_of, first_weights_digest
 from storage import Run, StorageError
 from storage.artifacts import MANIFEST, check_parts, read_manifest, stored_part
 from storage.checkpoints import Checkpoint, folder_name, save_checkpoint
-from storage.durable import sha256_json
+from storage.durable import read_json, sha256_json
 from tasks.advantage import kl_coef
 from tasks.config import RunConfig
 from tasks.filter_groups import calls_before
@@ -152,7 +152,7 @@ def _put_artifact(bundle: _Bundle, folder: Path | None, *, rows: bool) -> None:
         for part in manifest.parts:
             path = stored_part(folder, part.name)
             bundle.members[f"{place}/{path.name}"] = path
-    values = json.loads((folder / MANIFEST).read_bytes())
+    values = read_json(folder / MANIFEST)
     bundle.put_json(f"{place}/{MANIFEST}", impersonal_manifest(values))
 
 
@@ -227,7 +227,7 @@ def _put_documents(bundle: _Bundle, run: Run, lineage: int, cfg: RunConfig) -> N
     path = run.document("inputs.json")
     path = path if path.exists() else run.root / "inputs.json"
     if path.exists():
-        bundle.put_json("run/inputs.json", _impersonal(json.loads(path.read_bytes()), []))
+        bundle.put_json("run/inputs.json", _impersonal(read_json(path), []))
 
 
 def _impersonal(value: Any, told: list[str], key: str = "") -> Any:

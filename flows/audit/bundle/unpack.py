@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import stat
 import zipfile
@@ -14,20 +13,36 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from flows.audit.bundle import FORMAT
 from flows.audit.bundle.model_files import SUFFIXES
 from flows.config import to_yaml
 from flows.config_layers import read_yaml
 from storage import Run, StorageError, open_run
-from storage.durable import write_json
+from storage.durable import LARGEST_JSON_BYTES, checked, parse_json, read_json, write_json
 from tasks.config import RunConfig
 
 ALLOWED = (*SUFFIXES, ".yaml", ".arrow", ".zst")
 """Endings of the files of a bundle."""
 MOST_FILES = 10_000
-LONGEST_TABLE_BYTES = 64 << 20
-"""Of bundle.json."""
+
+
+class _File(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class _Table(TypedDict):
+    """What bundle.json must say."""
+
+    step: int
+    stages: list[str]
+    files: dict[str, _File]
+
+
+_TABLE = TypeAdapter(_Table)
 
 
 @contextmanager
@@ -83,18 +98,17 @@ def _problem(entry: zipfile.ZipInfo) -> str | None:
 
 def _table(path: Path, file: zipfile.ZipFile, entries: list[zipfile.ZipInfo]) -> dict[str, Any]:
     found = next((entry for entry in entries if entry.filename == "bundle.json"), None)
-    if found is None or found.file_size > LONGEST_TABLE_BYTES:
+    if found is None or found.file_size > LARGEST_JSON_BYTES:
         raise StorageError(f"{path} is no bundle of grpoflow: it has no bundle.json of a bundle's size")
     try:
-        about: dict[str, Any] = json.loads(file.read(found))
-        files = about["files"]
-        _ = [(int(one["bytes"]), str(one["sha256"])) for one in files.values()], int(about["step"]), about["stages"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        about: dict[str, Any] = parse_json(file.read(found))
+        if about.get("format") != FORMAT:
+            raise StorageError(f"{path} is a bundle of format {about.get('format')!r}; this version reads {FORMAT}")
+        checked(_TABLE, about)
+    except (ValueError, AttributeError) as error:
         raise StorageError(f"{path}: its bundle.json is damaged: {error!r}") from error
-    if about.get("format") != FORMAT:
-        raise StorageError(f"{path} is a bundle of format {about.get('format')!r}; this version reads {FORMAT}")
     names = {entry.filename for entry in entries} - {"bundle.json"}
-    if odd := sorted(names ^ files.keys()):
+    if odd := sorted(names ^ about["files"].keys()):
         raise StorageError(f"{path} does not hold the files that its bundle.json names: {', '.join(odd[:3])}")
     return about
 
@@ -132,7 +146,7 @@ def _refuse_impossible_rows(run: Run, step: int) -> None:
 def _settle(folder: Path) -> None:
     """Give the run's configuration the places where the bundle's files lie now."""
     path = folder / "run" / "config.yaml"
-    values = read_yaml(path)
+    values = RunConfig.model_validate(read_yaml(path)).model_dump(mode="json")
 
     def here(place: str | None) -> str | None:
         file = (place or "").rpartition(":")[0] or place
@@ -146,6 +160,6 @@ def _settle(folder: Path) -> None:
         entry["name"] = here(entry["name"])
     text = to_yaml(RunConfig.model_validate(values)).encode()
     path.write_bytes(text)
-    identity = json.loads((folder / "run" / "run.json").read_bytes())
+    identity = read_json(folder / "run" / "run.json")
     identity["documents"] = {"config.yaml": hashlib.sha256(text).hexdigest()}
     write_json(folder / "run" / "run.json", identity)

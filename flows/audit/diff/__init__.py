@@ -6,7 +6,6 @@ and metrics are, because all that follows from a difference differs.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ from flows.audit.sources import Source, open_source
 from flows.audit.steps import parse_steps
 from flows.run_folder import config_of
 from storage import StorageError
+from storage.durable import read_json
 from storage.ledger import StepView
 
 NAMES = (
@@ -183,7 +183,7 @@ def _inputs(source: Source) -> dict[str, Any]:
     begun = run.document("inputs.json")
     path: Path = begun if begun.exists() else run.root / "inputs.json"
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
         return {**values["digests"], **{f"prompts {name}": count for name, count in values["counts"].items()}}
     except FileNotFoundError:
         return {}

@@ -34,6 +34,7 @@ from flows.audit.verify.base import Account, Bench, Cannot
 from flows.audit.verify.step import Look
 from storage import Run, StorageError
 from storage.artifacts import forget_checked
+from storage.durable import read_json
 
 FAILED = 6
 """Exit code of a command that found something wrong."""
@@ -207,7 +208,7 @@ def _events(run: Run, steps: list[int]) -> Iterable[str]:
             yield f"step {event['step']}: {event['stage']} was found damaged at {event['at']}: {event['reason']}"
     for path in sorted((run.root / "quarantine").glob("*/reason.json")):
         try:
-            about = json.loads(path.read_bytes())
+            about = read_json(path)
             if about["step"] in steps:
                 yield f"step {about['step']}: {about['stage']} was refused at {about['at']}: {about['reason']}"
         except (ValueError, KeyError, TypeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from flows.audit.verify.base import Account, Bench, Cannot
 from flows.audit.verify.step import Look
 from storage import Run, StorageError
 from storage.artifacts import MANIFEST, PACKED, Manifest, Part, check_parts, read_manifest, stored_part, unpacked
-from storage.durable import sha256_json
+from storage.durable import parse_json, read_json, sha256_json
 from storage.schema import FORMAT_VERSION, schema_of
 from tasks.config import RunConfig
 
@@ -60,7 +59,7 @@ _ALWAYS = ("plan.json", "inputs.json")
 
 def _require_json(path: Path, entries: Sequence[str], account: Account) -> None:
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
     except FileNotFoundError:
         account.fail(f"{path.name} is missing")
     except (ValueError, OSError) as error:
@@ -95,7 +94,7 @@ def _read_ledger(path: Path, bench: Bench, account: Account) -> None:
     torn = 0
     for line in lines:
         try:
-            torn += not isinstance(json.loads(line), dict)
+            torn += not isinstance(parse_json(line), dict)
         except ValueError:
             torn += 1
     account.look(len(lines))
@@ -152,7 +151,7 @@ def _wrong_with_parts(look: Look, stage: str, manifest: Manifest) -> str | None:
 def _check_rows(folder: Path, part: Part) -> None:
     """A footer can list fewer batches than the file holds: a reader of files and a reader of streams then disagree."""
     path = stored_part(folder, part.name)
-    source = unpacked(path) if path.name.endswith(PACKED) else pa.memory_map(str(path), "r").read_buffer()
+    source = unpacked(path, part.bytes) if path.name.endswith(PACKED) else pa.memory_map(str(path), "r").read_buffer()
     try:
         with pa.ipc.open_file(source) as reader:
             rows = sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))

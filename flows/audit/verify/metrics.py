@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sqlite3
 from array import array
@@ -19,7 +18,7 @@ from flows.audit.verify.step import Look, prompts_of
 from flows.mlflow_history import History, NoStore, stored_history
 from flows.mlflow_store import legal_name
 from storage import Artifact, Ragged, Run
-from storage.durable import read_json_lines
+from storage.durable import read_json, read_json_lines
 from storage.schema import without_round
 from tasks.stage import Step
 
@@ -219,7 +218,7 @@ def in_mlflow(bench: Bench, recorded: Recorded, account: Account) -> None:
     if not path.is_file():
         raise Cannot("the run is not tracked in MLflow")
     try:
-        uri = json.loads(path.read_bytes())["uri"]
+        uri = read_json(path)["uri"]
     except (ValueError, KeyError, TypeError) as error:
         raise Cannot("tracking.json is damaged, see `documents`") from error
     if not _holds_tables(uri, account):

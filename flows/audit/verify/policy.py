@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from flows.run_folder import PLACES, first_weights_digest
 from storage import Run, StorageError, open_run
 from storage.artifacts import Manifest
 from storage.checkpoints import Checkpoint, check_checkpoint, checkpoints
+from storage.durable import read_json
 from storage.ledger import StepView
 from tasks.config import RunConfig
 
@@ -137,7 +137,7 @@ def saved(bench: Bench, steps: Iterable[int], account: Account) -> None:
 
 def _wrong_with(checkpoint: Checkpoint, run: Run, cfg: RunConfig) -> Iterable[str]:
     """Sentences about what does not fit the run's record of the step."""
-    state = json.loads((checkpoint.folder / "state.json").read_bytes())
+    state = read_json(checkpoint.folder / "state.json")
     about, step = checkpoint.manifest, checkpoint.step
     if about.get("run_id") != run.run_id:
         yield f"it is of run {about.get('run_id')}"
