@@ -117,12 +117,17 @@ def test_a_run_on_the_stack_outlives_every_service(stack, user, words, tmp_path)
     worker.kill()
     worker.wait()
     hold.unlink()
-    wait_until(lambda: user.states() == ["Cancelled"], PATIENCE_S)
+    wait_until(lambda: user.states() != ["Running"], PATIENCE_S)
+    [ended] = user.flow_runs(f"grpoflow:{RUN}")
+    assert ended["state_name"] == "Crashed" and "its worker is gone: " in ended["state"]["message"], (
+        ended["state"]["message"],
+        stack.said("worker"),
+    )
     stack.bring_back("worker")
     sent = user.grpoflow(*words)
     assert sent.returncode == 0 and ": submitted; " in sent.stdout, sent.stderr
     wait_until(lambda: user.states()[1:] in (["Completed"], ["Failed"], ["Crashed"]), PATIENCE_S)
-    assert user.states() == ["Cancelled", "Completed"], stack.said("worker")
+    assert user.states() == ["Crashed", "Completed"], stack.said("worker")
 
     # On another machine, with a copy of its own.
     verified = user.grpoflow("verify", RUN)
@@ -151,8 +156,9 @@ def all_metrics_once(stack, folder):
     records = {step: json.loads((folder / f"steps/{step:06d}/step.json").read_text()) for step in (1, 2)}
     for name in records[1]["metrics"]:
         history = [(point.step, point.value) for point in client.get_metric_history(tracked.info.run_id, name)]
-        wanted = [(step, record["metrics"][name]) for step, record in records.items() if name in record["metrics"]]
-        assert history == pytest.approx(wanted), name
+        wanted = {step: record["metrics"][name] for step, record in records.items() if name in record["metrics"]}
+        assert [step for step, _ in history] == list(wanted), name
+        assert [value for _, value in history] == pytest.approx(list(wanted.values())), name
     assert {"config.yaml", "plan.json"} <= {item.path for item in client.list_artifacts(tracked.info.run_id)}
 
 

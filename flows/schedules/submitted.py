@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefect import flow, get_run_logger
-from prefect.states import Cancelled, State
+from prefect.states import Cancelled, Crashed, State
 
 from flows.child import child_command, end_with_parent
 from flows.config import to_yaml
@@ -33,17 +33,28 @@ def submitted_train(
         recipes: names of recipes, which make what the configuration leaves open.
         until: pause after this step.
     """
-    watch = Watch(this_flow_run())
+    watch, worker = Watch(this_flow_run()), os.getppid()
     try:
         # A worker that is killed does not tell its flow runs. Read here, where the flow's thread is the main one.
-        end_with_parent(os.getppid())
+        end_with_parent(worker)
         cfg = as_on_this_machine(configuration)
         state = _run(cfg, recipes, until, watch)
     except TOLD:
         state = Cancelled(message="told to end before it had begun")
+    if os.getppid() != worker:
+        _print_to_nobody()
+        if state.is_cancelled():
+            state = Crashed(message=f"its worker is gone: {state.message}")
     get_run_logger().info("%s: %s", state.name, state.message)
     wait_for_api()
     return state
+
+
+def _print_to_nobody() -> None:
+    """Let go of the pipes to a worker that is gone: printing into them would end this process."""
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nobody, stream)
 
 
 def as_on_this_machine(configuration: Mapping[str, Any]) -> RunConfig:
