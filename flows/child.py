@@ -16,12 +16,17 @@ def child_command(*words: str) -> Sequence[str]:
     return [sys.executable, "-m", "flows.child", str(os.getpid()), *words]
 
 
-def end_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM, the polite end, when the parent process dies, however it dies. Linux alone."""
+def end_with_parent(parent: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send a signal when the parent process dies, however it dies. Linux alone.
+
+    Args:
+        parent: its process id.
+        number: the signal; SIGTERM is the polite end.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + number)
 
 
 def main() -> None:

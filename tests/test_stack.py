@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,24 @@ def test_a_run_on_the_stack_outlives_every_service(stack, user, words, tmp_path)
     assert not {one["state_type"] for one in user.flow_runs(f"run:{run_id}")} & {"RUNNING", "PENDING", "SCHEDULED"}
     all_metrics_once(stack, folder)
     no_secret_is_written(stack, [stack.folder / "worker" / "cache", tmp_path])
+
+
+def test_a_worker_that_is_told_to_end_lets_its_run_end_first(stack, user, words, tmp_path):
+    hold, began = tmp_path / "hold", tmp_path / "began"
+    hold.touch()
+    sent = user.grpoflow(*words, "trainer.experiment_name=polite")
+    assert sent.returncode == 0, sent.stderr
+    wait_until(began.exists, PATIENCE_S)
+    worker = stack.process("worker")
+    worker.send_signal(signal.SIGTERM)
+    wait_until(lambda: "1 runs are told to end" in stack.said("worker"), PATIENCE_S)
+    hold.unlink()
+    assert worker.wait(PATIENCE_S) == 0
+    place = "s3://grpoflow/runs/quickstart/polite"
+    [ended] = user.flow_runs(f"grpoflow:{place}")
+    assert ended["state_name"] == "Cancelled" and "was told to end" in ended["state"]["message"], ended["state"]
+    left = json.loads(user.grpoflow("status", place, "--json").stdout)
+    assert left["state"] == "killed" and "rewards" in left["open_step"]["committed"]
 
 
 def all_metrics_once(stack, folder):

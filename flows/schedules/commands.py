@@ -42,6 +42,17 @@ def deploy(
     raise typer.Exit(deploy_command(file, pool, kind, image, claim, gpus, output, typer.echo))
 
 
+@schedules_app.command()
+def worker(
+    pool: Annotated[str, typer.Argument(help="A work pool of the Prefect server (PREFECT_API_URL).")] = "grpoflow",
+    limit: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
+) -> None:
+    """Start the runs of a process pool; told to end, it lets them end at their next stage first."""
+    from flows.schedules.worker import worker_command
+
+    raise typer.Exit(worker_command(pool, limit, typer.echo))
+
+
 @one_schedule.command("list")
 def list_schedules(root: Root = Path("runs"), as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """List schedules with their next times, here and on the schedule's own clock."""

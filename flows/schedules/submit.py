@@ -124,8 +124,7 @@ def _need_pool(client: Any, name: str) -> None:
     except ObjectNotFound:
         there = ", ".join(sorted(one.name for one in client.read_work_pools())) or "none"
         raise ValueError(
-            f"--on {name}: there is no such work pool; there are: {there}. A worker makes it: prefect worker start "
-            f"--pool {name} --type process"
+            f"--on {name}: there is no such work pool; there are: {there}. A worker makes it: grpoflow worker {name}"
         ) from None
     if pool.type != "process":
         raise ValueError(f"--on {name}: the work pool is of type {pool.type}; runs are submitted to process pools")
