@@ -177,7 +177,8 @@ class Mirror:
         while not self._closing and self._lost is None:
             try:
                 self._lease.renew()
-                self._back()
+                if not self.behind:
+                    self._back()
             except RunLocked as error:
                 with self._change:
                     self._lost = str(error)
@@ -203,7 +204,7 @@ class Mirror:
                 continue
             try:
                 known = self._put(name) if item.is_put else self._remove(name)
-            except StorageError as error:
+            except (StorageError, OSError) as error:
                 self._gone(error)
                 time.sleep(pause)
                 pause = min(pause * 2, 5.0)
@@ -242,7 +243,7 @@ class Mirror:
                 self.copy.settle_removed()
             self._change.notify_all()
 
-    def _gone(self, error: StorageError) -> None:
+    def _gone(self, error: Exception) -> None:
         with self._change:
             first, self._away = self._away is None, str(error)
             self._change.notify_all()

@@ -1,6 +1,7 @@
 """Runs in an object store: a real SeaweedFS, kills, another machine's cache, an outage."""
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import yaml
 from object_store import object_store
+from rich.console import Console
 from servers import wait_until
 from tiny_runs import digest, run
 
@@ -22,6 +24,7 @@ from flows.doctor.services import check_store
 from flows.doctor.subject import Subject
 from flows.run_folder import run_folder
 from flows.schedules.spec import configuration, load_schedules, served
+from flows.show import ls
 from flows.sweep.book import open_sweep
 from flows.sweep.table import as_json
 from storage import RunLocked, RunWriter, StorageError, open_run
@@ -286,8 +289,6 @@ def test_a_run_is_copied_between_disk_and_store_with_its_digests(store, tiny_run
 def test_retention_removes_rows_in_the_store_that_this_machine_never_had(store, tiny_run, tmp_path, monkeypatch):
     run(in_store(tiny_run, "kept", "trainer.max_actor_ckpt_to_keep=3"))
     another_machine(monkeypatch, tmp_path)
-    from rich.console import Console
-
     from flows.gc import gc_command
 
     root = local_folder("s3://team/kept/toy/run")
@@ -349,6 +350,15 @@ def test_a_copy_that_was_removed_to_make_room_is_brought_again(store, tiny_run):
     with RunWriter(first.root) as writer:
         assert writer.finished_steps() == [1, 2, 3]
     assert "steps/000001/rollouts/0001/manifest.json" in keys(store, "room/toy/run")
+
+
+def test_the_runs_of_a_store_are_listed_by_another_machine(store, tiny_run, tmp_path, monkeypatch):
+    run(in_store(tiny_run, "listed"))
+    another_machine(monkeypatch, tmp_path)
+    output = io.StringIO()
+    ls(local_folder("s3://team/listed"), True, Console(file=output))
+    [found] = json.loads(output.getvalue())
+    assert (found["path"], found["state"], found["last_step"]) == ("s3://team/listed/toy/run", "finished", 3)
 
 
 def test_doctor_tries_the_store_and_leaves_nothing_there(store, monkeypatch):
