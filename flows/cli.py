@@ -249,10 +249,13 @@ def deliver(
     uri: Annotated[str | None, typer.Option(help="Another MLflow store than the run's own.")] = None,
 ) -> None:
     """Send to MLflow what it missed of a run while it was away."""
-    from flows.tracking import deliver_pending
+    from flows.tracking import deliver_pending, refuse_other_server
     from storage import open_run
 
-    result = deliver_pending(open_run(run), uri)
+    found = open_run(run)
+    if uri is None:
+        refuse_other_server(found)
+    result = deliver_pending(found, uri)
     if result.problem is not None:
         typer.echo(f"error: {result.uri}: {result.problem}; {len(result.waiting)} steps are still waiting", err=True)
         raise typer.Exit(1)

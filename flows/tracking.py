@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 30.0
+
+CREDENTIALS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+"""Environment variables that MLflow's client sends to whatever server it talks to."""
 
 STATES = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED", "paused": "SCHEDULED"}
 """MLflow's word for each state in which a process leaves a run; one that dies without a word leaves it KILLED.
@@ -203,7 +207,30 @@ def _sender_of(run: Run, uri: str | None = None) -> Sender | None:
     path = run.document("tracking.json")
     if not path.exists():
         return None
-    return Sender(run, read_json(path) | ({"uri": uri, "artifacts": None} if uri else {}))
+    story = read_json(path)
+    outside = [name for name in story.get("documents", ()) if not isinstance(name, str) or Path(name).name != name]
+    if outside:
+        raise StorageError(f"{path} names files that are not the run's: {outside[0]!r}. Restore it from a copy.")
+    return Sender(run, story | ({"uri": uri, "artifacts": None} if uri else {}))
+
+
+def refuse_other_server(run: Run) -> None:
+    """Refuse to take the credentials in this environment to a server that only the run's own files name.
+
+    A run may come from somebody else, and its `tracking.json` with it.
+
+    Raises:
+        ValueError: it names another server than MLFLOW_TRACKING_URI.
+    """
+    secrets = [name for name in CREDENTIALS if os.environ.get(name)]
+    path = run.document("tracking.json")
+    uri = str(read_json(path).get("uri", "")) if path.exists() else ""
+    known = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
+    if secrets and uri.startswith(("http://", "https://")) and uri.rstrip("/") != known:
+        raise ValueError(
+            f"{path} names {uri}, and {', '.join(secrets)} of this environment would be sent there. Say that it is "
+            f"yours: --uri {uri}, or set MLFLOW_TRACKING_URI to it."
+        )
 
 
 def _end_of(run: Run) -> tuple[str, int]:

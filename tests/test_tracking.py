@@ -15,9 +15,9 @@ import pytest
 from postgres import postgres
 from servers import free_port, mlflow_server, slow_door, wait_until
 
-from flows.tracking import Tracker, deliver_pending, legal_name, short_value
+from flows.tracking import Tracker, deliver_pending, legal_name, refuse_other_server, short_value
 from storage import RunWriter, StorageError, open_run
-from storage.durable import append_json_line, read_json_lines
+from storage.durable import append_json_line, read_json_lines, write_json
 from tasks.config import RunConfig, StorageConfig, TrackingConfig, TrainerConfig
 from tasks.data import PreparedPrompts, SourceFile
 
@@ -160,6 +160,29 @@ def test_the_prompts_are_a_data_set_with_digest_source_schema_and_counts(tracked
     assert json.loads(entry.dataset.source)["files"][0]["sha256"] == "ab" * 32
     columns = json.loads(entry.dataset.schema)["mlflow_colspec"]
     assert [column["name"] for column in columns] == ["prompt_text", "prompt_ids"]
+
+
+def test_credentials_go_to_no_server_that_only_a_run_s_own_files_name(tmp_path, monkeypatch) -> None:
+    run = new_run(tmp_path)
+    write_json(run.document("tracking.json"), {"uri": "https://elsewhere.example", "documents": ["config.yaml"]})
+    refuse_other_server(run)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "a-secret")
+    with pytest.raises(
+        ValueError, match=r"MLFLOW_TRACKING_TOKEN of this environment would be sent there\. Say"
+    ) as told:
+        refuse_other_server(run)
+    assert "a-secret" not in str(told.value)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://elsewhere.example/")
+    refuse_other_server(run)
+    run.__exit__()
+
+
+def test_no_file_outside_of_a_run_is_sent(tmp_path) -> None:
+    run = new_run(tmp_path)
+    write_json(run.document("tracking.json"), {"uri": "https://elsewhere.example", "documents": ["../../secret"]})
+    run.__exit__()
+    with pytest.raises(StorageError, match="names files that are not the run's"):
+        deliver_pending(open_run(run.root))
 
 
 def test_a_delivered_run_is_not_sent_again(tracked: tuple[Path, str, str]) -> None:
