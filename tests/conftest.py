@@ -34,7 +34,9 @@ FIRST = (
     "test_schedules_served",
     "test_sweep_runs",
     "test_recovery_with_servers",
+    "test_stack",
     "test_chaos",
+    "test_object_store",
     "test_sweep_postgres",
 )
 """Files that take minutes. They begin first: else the processes of a run would wait for the last one."""
