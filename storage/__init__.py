@@ -2,8 +2,9 @@
 
 from storage.artifacts import Artifact, read_table
 from storage.durable import RunLocked, StorageError
-from storage.ledger import Run, RunWriter, open_run
+from storage.ledger import Run, open_run
 from storage.ragged import Ragged
+from storage.run_writer import RunWriter
 from storage.schema import build_table
 
 __all__ = [

@@ -20,8 +20,9 @@ import pyarrow as pa
 from storage.artifacts import DROPPED, MANIFEST, PACKED, read_manifest, unpacked
 from storage.checkpoints import Checkpoint, checkpoints, intact_checkpoints, remove_checkpoint
 from storage.durable import StorageError, no_space, sync_file, sync_folder, write_json
-from storage.ledger import Run, RunWriter
+from storage.ledger import Run
 from storage.mirror import changed, listed, removed
+from storage.run_writer import RunWriter
 
 CHECKPOINT = "checkpoint"
 """Stands for the name of an artifact where a checkpoint is meant."""

@@ -18,8 +18,9 @@ from typing import Any
 from storage.artifacts import MANIFEST, Artifact, Manifest, check_parts, read_manifest, stored_part
 from storage.copies import local_folder, refresh
 from storage.durable import LARGEST_JSON_BYTES, StorageError, sync_file
-from storage.ledger import RunWriter, StepView
+from storage.ledger import StepView
 from storage.object_store import is_url
+from storage.run_writer import RunWriter
 
 REUSED = "reused_from"
 """Note of an artifact that was taken over: run, digest and attempt of the other one, and the seconds it took there."""

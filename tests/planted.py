@@ -10,7 +10,7 @@ import pyarrow as pa
 from storage import Ragged, build_table, open_run
 from storage.artifacts import read_manifest, write_part
 from storage.durable import sha256_json
-from storage.ledger import AFTER
+from storage.run_values import AFTER
 from storage.schema import without_round
 
 

@@ -10,9 +10,8 @@ from rich.console import Console
 from tiny_runs import digest, run, tokens
 
 from flows import show
-from storage import read_table
+from storage import RunWriter, read_table
 from storage.artifacts import check_parts, read_manifest
-from storage.ledger import RunWriter
 from storage.retention import Retention, compress, drop, what_to_compress, what_to_drop
 from tasks.conditions import CONDITIONS, can_be_shared, packages_digest
 
