@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -414,6 +413,9 @@ def _map(folder: Path, stage: str, part: Part, columns: Sequence[str] | None) ->
     try:
         packed = path.name.endswith(PACKED)
         source = unpacked(path, part.bytes) if packed else pa.memory_map(str(path), "r").read_buffer()
+        # Imported late: the GPU check uses this package where psutil is not installed, and reads nothing.
+        import psutil
+
         needed, free = unpacked_bytes(source), psutil.virtual_memory().available
         if needed > free:
             raise StorageError(f"{path} unpacks to {needed:,} bytes of memory, and {free:,} are free")

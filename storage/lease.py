@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import psutil
-
 from storage.durable import RunLocked, StorageError
 from storage.object_store import Bucket, ConditionFailed, NotThere
 
@@ -79,6 +77,8 @@ class Holder:
     @property
     def is_dead(self) -> bool:
         """Whether this machine knows that the holder's process is gone."""
+        import psutil
+
         if self.machine != this_machine():
             return False
         try:
@@ -93,6 +93,8 @@ def this_machine() -> str:
     try:
         return f"{boot.read_text().strip()}/{Path('/proc/self/ns/pid').readlink()}"
     except OSError:
+        import psutil
+
         return f"{socket.gethostname()}/{psutil.boot_time():.0f}"
 
 
@@ -166,6 +168,8 @@ def acquire(
     Raises:
         RunLocked: another process holds it. StoreAway: the store does not answer.
     """
+    import psutil
+
     before, etag = read(bucket, key)
     if before is not None and not before.released and not before.is_dead:
         before, etag = _until_silent(bucket, key, before, etag)

@@ -276,7 +276,7 @@ def test_a_name_with_markup_is_escaped(copied, tmp_path):
     with (copied.root / "ledger.jsonl").open("a") as ledger:
         ledger.write(
             json.dumps(
-                {"event": "closed", "state": "failed", "at": "2026-01-01T00:00:00", "reason": "<img src=x onerror=a>"}
+                {"event": "closed", "state": "failed", "at": "2026-01-01T00:00:00Z", "reason": "<img src=x onerror=a>"}
             )
         )
     text = write_report(copied, tmp_path / "r.html").path.read_text()
