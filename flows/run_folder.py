@@ -84,6 +84,9 @@ def open_run_for_training(
             documents = {"config.yaml": to_yaml(cfg)}
             run = RunWriter.create(folder, cfg.trainer.experiment_name, documents, origin)
         except (FileExistsError, NotADirectoryError):
+            if (folder / "run.json").exists():
+                # Another process has begun it in the meantime.
+                return open_run_for_training(cfg, say, back, origin)
             raise StorageError(
                 f"{folder} holds something that is no run. Set trainer.default_local_dir to another folder."
             ) from None

@@ -411,7 +411,7 @@ def test_b62_mlflow_is_away_from_step_2_to_4(tiny_run, held: HeldRun) -> None:
     held.hold(4)
     held.await_held()
     held.await_output("does not answer")
-    assert [index for index in (1, 2, 3) if held.run.step(index).record] == [1, 2, 3]
+    wait_until(lambda: [index for index in (1, 2, 3) if held.run.step(index).record] == [1, 2, 3])
     with mlflow_server(held.here / "server", port):
         held.let_go()
         assert held.end() == 0, held.output
