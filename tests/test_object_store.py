@@ -94,13 +94,11 @@ def test_another_machine_reads_a_run_and_fetches_rows_only_when_they_are_asked_f
     assert found.step(2).table("rollouts").to_pylist() == rows
     assert len(list(found.root.rglob("*.arrow"))) == 1
     # An object that was changed in the store is refused by its digest.
-    part = next(name for name in keys(store, "read/toy/run") if name.startswith("steps/000003/rewards/"))
     manifest = read_manifest(found.step(3).used("rewards"))
     name = f"read/toy/run/steps/000003/rewards/0001/{manifest.parts[0].name}"
     value = bytearray(store.bucket.get(name)[0])
     value[len(value) // 2] ^= 1
     store.bucket.put(name, bytes(value))
-    assert part
     with pytest.raises(StorageError, match="has changed since it was committed"):
         check_parts(found.step(3).used("rewards"), manifest)
 
@@ -118,10 +116,8 @@ def test_a_run_killed_on_one_machine_goes_on_on_another_and_ends_with_the_same_w
     gone_on = run(cfg)[0]
     assert digest(gone_on, 3) == digest(whole, 3)
     assert gone_on.root != root and gone_on.state == "finished"
-    # Step 1's rollouts had reached the store, and were not made again; nothing of another attempt is there.
-    assert not [name for name in keys(store, "moved/toy/run") if "/rollouts/0002/" in name] or (
-        "steps/000002/rollouts/0001/manifest.json" not in keys(store, "moved/toy/run")
-    )
+    # No rollouts were made a second time.
+    assert not [name for name in keys(store, "moved/toy/run") if "/rollouts/0002/" in name]
     assert all(
         store.bucket.get(f"moved/toy/run/{name}")[0] == (root / name).read_bytes()
         for name in made
